@@ -1,0 +1,1 @@
+"""graphrt: deferred commit of recurrent state, in replayable CUDA graphs."""

@@ -1,0 +1,1 @@
+"""The demo: a small KDA language model decodes speculatively."""

@@ -1,0 +1,1 @@
+"""FP32 kernels in CuTe DSL."""
