@@ -1,0 +1,253 @@
+"""The demo's work: decode the same requests in several ways, compare, measure, and report what was seen."""
+
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from graphrt import reset_errors
+
+from .model import ByteModel, load_model
+from .prompts import make_requests
+from .serve import LOOK_EVERY, Completion, DecodeLoop, Mode, Request
+from .verdicts import BitComparison, Verdict, no_device_errors, same_tokens
+
+DEFERRED = Mode()
+EAGER_COMMIT = Mode(deferred=False)
+ONE_TOKEN = Mode(drafting=False)
+TIMED_MODES = {
+    "eager launches": Mode(recorded=False),
+    "replay, eager commit": EAGER_COMMIT,
+    "replay, deferred commit": DEFERRED,
+}
+
+# progress(phase, finished requests, all requests)
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What to decode, and where. Raises ValueError for numbers below 1."""
+
+    device: torch.device
+    backend: str = "auto"
+    num_requests: int = 6
+    batch: int = 4
+    new_tokens: int = 96
+    """Of the longest request."""
+    spec_query_len: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "batch", "new_tokens", "spec_query_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """Everything the demo shows; `as_json` is what `--json` writes."""
+
+    options: DemoOptions
+    device_name: str
+    backend: str
+    backend_reason: str
+    completions: list[Completion]
+    num_steps: int
+    num_one_token_steps: int
+    accepted_drafts: list[int]
+    """[Q]: windows that accepted 0, 1, ... Q - 1 drafts."""
+    memory_bytes: dict[str, int]
+    verdicts: list[Verdict]
+    step_us: dict[str, float]
+    """Median time of one step in microseconds, by mode; empty without a GPU."""
+    seconds: float = field(default=0.0)
+
+    @property
+    def passed(self) -> bool:
+        return all(verdict.passed for verdict in self.verdicts)
+
+    @property
+    def mean_accepted(self) -> float:
+        """Mean number of accepted drafts in a window after the prompt."""
+        windows = sum(self.accepted_drafts)
+        return sum(n * count for n, count in enumerate(self.accepted_drafts)) / max(windows, 1)
+
+    @property
+    def num_record_rows(self) -> int:
+        return len({completion.record_row for completion in self.completions})
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values only; texts as Latin-1 strings, one character a byte."""
+        return {
+            "options": asdict(self.options) | {"device": str(self.options.device)},
+            "device": self.device_name,
+            "torch": torch.__version__,
+            "backend": self.backend,
+            "backend_reason": self.backend_reason,
+            "requests": [_request_json(completion) for completion in self.completions],
+            "record_rows_used": self.num_record_rows,
+            "steps": self.num_steps,
+            "one_token_steps": self.num_one_token_steps,
+            "accepted_drafts_histogram": self.accepted_drafts,
+            "mean_accepted_drafts": self.mean_accepted,
+            "memory_bytes": self.memory_bytes,
+            "verdicts": [asdict(verdict) for verdict in self.verdicts],
+            "step_us": self.step_us,
+            "seconds": self.seconds,
+            "passed": self.passed,
+        }
+
+
+def _request_json(completion: Completion) -> dict[str, Any]:
+    return {
+        "name": completion.request.name,
+        "prompt": completion.request.prompt.decode("latin-1"),
+        "generated": completion.generated.decode("latin-1"),
+        "accepted_draft": [int(drafted) for drafted in completion.drafted[len(completion.request.prompt) :]],
+        "record_row": completion.record_row,
+    }
+
+
+def run_demo(options: DemoOptions, progress: Progress | None = None) -> DemoReport:
+    """Decode, compare and (on a GPU) time; see `DemoReport`.
+
+    Raises:
+        ValueError: if the backend asked for cannot run on the device.
+    """
+    started = perf_counter()
+    # TF32 would blur the logits by more than the gap below which tokens may differ.
+    torch.set_float32_matmul_precision("highest")
+    reset_errors(options.device)
+    demo = _Demo(options, load_model(options.device), progress or (lambda phase, done, total: None))
+    return demo.report(started)
+
+
+class _Demo:
+    def __init__(self, options: DemoOptions, model: ByteModel, progress: Progress) -> None:
+        self.options, self.model, self.progress = options, model, progress
+        self.requests: list[Request] = make_requests(options.num_requests, options.new_tokens)
+
+    def report(self, started: float) -> DemoReport:
+        deferred, eager = self.loop(DEFERRED), self.loop(EAGER_COMMIT)
+        with closing(deferred), closing(eager):
+            bits = self.compare(deferred, eager)
+        one_token = self.loop(ONE_TOKEN)
+        with closing(one_token):
+            self.decode("one token a step", one_token)
+        verdicts = [
+            same_tokens(
+                "tokens are those of one-token greedy decoding", deferred.completions, one_token.completions
+            ),
+            bits.verdict(),
+        ]
+        step_us = {}
+        if self.options.device.type == "cuda":
+            step_us, verdict = self.time_modes(deferred)
+            verdicts.append(verdict)
+        return DemoReport(
+            options=self.options,
+            device_name=device_name(self.options.device),
+            backend=deferred.context.backend,
+            backend_reason=deferred.context.backend_reason,
+            completions=[deferred.completions[request.name] for request in self.requests],
+            num_steps=deferred.num_steps,
+            num_one_token_steps=one_token.num_steps,
+            accepted_drafts=deferred.buffers.accepted_drafts.tolist(),
+            memory_bytes=memory_bytes(deferred),
+            verdicts=[*verdicts, no_device_errors(self.options.device)],
+            step_us=step_us,
+            seconds=perf_counter() - started,
+        )
+
+    def loop(self, mode: Mode) -> DecodeLoop:
+        o = self.options
+        return DecodeLoop(
+            self.model,
+            self.requests,
+            batch=o.batch,
+            spec_query_len=o.spec_query_len,
+            backend=o.backend,
+            mode=mode,
+        )
+
+    def looks(self, phase: str, loop: DecodeLoop) -> bool:
+        """One look of the host, shown as progress."""
+        left = loop.look()
+        self.progress(phase, len(loop.completions), len(self.requests))
+        return left
+
+    def decode(self, phase: str, loop: DecodeLoop) -> None:
+        while self.looks(phase, loop):
+            for _ in range(LOOK_EVERY):
+                loop.step()
+
+    def compare(self, deferred: DecodeLoop, eager: DecodeLoop) -> BitComparison:
+        """Both loops in lockstep until both are finished, even if a fault parts them."""
+        bits = BitComparison(deferred, eager)
+        while any([self.looks("deferred and eager commit", deferred), eager.look()]):
+            for _ in range(LOOK_EVERY):
+                deferred.step()
+                eager.step()
+                bits.after_step()
+        return bits
+
+    def time_modes(self, reference: DecodeLoop) -> tuple[dict[str, float], Verdict]:
+        """Median step time of each mode over a whole decode, whose texts must be those of `reference`."""
+        times: dict[str, float] = {}
+        failed: list[Verdict] = []
+        for name, mode in TIMED_MODES.items():
+            loop = self.loop(mode)
+            with closing(loop):
+                times[name] = self.time_steps(name, loop)
+            verdict = same_tokens(name, reference.completions, loop.completions)
+            failed += [] if verdict.passed else [verdict]
+        detail = "; ".join(f"{v.claim}: {v.detail}" for v in failed) or ", ".join(TIMED_MODES)
+        return times, Verdict("timed decodes gave the same tokens", not failed, detail)
+
+    def time_steps(self, phase: str, loop: DecodeLoop) -> float:
+        """Median microseconds from the start of a step to the start of the next, while steps queue up."""
+        spans: list[float] = []
+        while self.looks(phase, loop):
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(LOOK_EVERY + 1)]
+            events[0].record()
+            for event in events[1:]:
+                loop.step()
+                event.record()
+            events[-1].synchronize()
+            pairs = zip(events, events[1:], strict=False)
+            spans += [1e3 * before.elapsed_time(after) for before, after in pairs]
+        return median(spans)
+
+
+def memory_bytes(loop: DecodeLoop) -> dict[str, int]:
+    """Bytes of the static tensors by what they are for, scratch rows and the null slot included."""
+    context, layers = loop.context, loop.layers
+    plan = (
+        context.commit_lens,
+        context.final_state_indices,
+        context.boundary_state_indices,
+        context.boundary_recovery_lens,
+    )
+    records = [t for layer in layers for t in _record_tensors(layer.recoverssm_records)]
+    return {
+        "checkpoints": sum(layer.kv_cache[1].nbytes for layer in layers),
+        "convolution states": sum(layer.kv_cache[0].nbytes for layer in layers),
+        "records": sum(t.untyped_storage().nbytes() for t in records),
+        "pending and generation": loop.slots.pending.nbytes + loop.slots.generation.nbytes,
+        "plan": sum(t.nbytes for t in plan),
+    }
+
+
+def _record_tensors(records: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return records.correction, records.key_gate
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or how many threads the CPU gets."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU, {torch.get_num_threads()} threads"
