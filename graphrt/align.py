@@ -1,4 +1,4 @@
-"""Align mode: a checkpoint lives in blocks of `mamba_block_size` tokens; block p ends with the state at (p + 1) * size."""
+"""Align mode: a checkpoint lives in blocks of `mamba_block_size` tokens; block p ends with state (p + 1) * size."""
 
 import torch
 from torch import Tensor
