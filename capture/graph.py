@@ -16,15 +16,15 @@ from graphrt.capture.errors import CaptureError
 from graphrt.capture.recording import Recording
 
 _one_capture_at_a_time = threading.Lock()
-# Up to some torch 2.13 a broken-off capture leaves a callback in the pinned-memory allocator that points at its
-# graph object. Such objects are a few bytes; they are kept for the life of the process.
+# In some torch versions a broken-off capture leaves a callback in the pinned-memory allocator that points at
+# its graph object. Such objects are a few bytes; they are kept for the life of the process.
 _broken_off: list[torch.cuda.CUDAGraph] = []
 
 
 @functools.cache
 def capture_stream(device_index: int) -> torch.cuda.Stream:
     """The side stream of every warm-up and capture on a device: libraries key their work space by stream."""
-    return torch.cuda.Stream(device_index)
+    return torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
 
 
 def record_graph(fn: Callable[[], Any], device: torch.device, pool: Any, warmup: int, name: str) -> Recording:
@@ -91,8 +91,9 @@ def _failed(name: str, error: Exception) -> CaptureError:
         return error
     return CaptureError(
         f"recording {name!r}: the function failed while it was captured ({type(error).__name__}: {error}). "
-        "Inside a recording nothing may wait for the device (.item(), .cpu(), printing a tensor), have a shape "
-        "that depends on values, compile a kernel, or leave a forked stream unjoined. Stream and pool are usable"
+        "Inside a recording nothing may wait for the device (.item(), .cpu(), printing a tensor), have a "
+        "shape that depends on values, compile a kernel, or leave a forked stream unjoined. Stream and pool "
+        "are usable again"
     )
 
 
@@ -138,7 +139,7 @@ def _collector_paused() -> Iterator[None]:
 
 
 def _pool_bytes(pool: Any) -> int:
-    segments = torch.cuda.memory_snapshot()
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
     return sum(int(s["total_size"]) for s in segments if tuple(s["segment_pool_id"]) == tuple(pool))
 
 

@@ -55,11 +55,11 @@ class CallHook(TorchFunctionMode):
             self.tape.user_call = outer
 
 
-class OperatorHook(TorchDispatchMode):
+class OperatorHook(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Puts every operator that computes on the tape instead of running it."""
 
     def __init__(self, tape: Tape) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tape = tape
         # Host numbers that an indexed assignment turned into tensors; kept alive, so the ids stay theirs.
         self._constants: list[Tensor] = []
@@ -170,7 +170,7 @@ class OperatorHook(TorchDispatchMode):
             self._constant_ids.add(id(t))
             return t
         if call in _INDEX:
-            self._refuse(Refusal("indexing by a Python list or with list values", SENDS, MAKE_BEFORE))
+            self._refuse(Refusal("indexing by a Python list", SENDS, MAKE_BEFORE))
         self.tape.refuse(
             Refusal("a tensor made of host data (torch.from_numpy, torch.Tensor(data))", SENDS, MAKE_BEFORE)
         )

@@ -26,9 +26,9 @@ def record(
     warmup  real runs before the recording; 0 is for a function whose kernels are all compiled already
     name    for errors, dumps and profiles; the function's own name by default
 
-    The recording itself executes nothing and changes nothing: no tensor, no random state; a replay draws fresh
-    random numbers. On the CPU fresh results start as poison: NaN, the smallest integer, the largest one if
-    unsigned, True for bool. Gradients are off in the warm-up and in the recording. What `fn` returns is
+    The recording itself executes nothing and changes nothing: no tensor, no random state; a replay draws
+    fresh random numbers. On the CPU fresh results start as poison: NaN, the smallest integer, the largest one
+    if unsigned, True for bool. Gradients are off in the warm-up and in the recording. What `fn` returns is
     `Recording.outputs`.
 
     Raises CaptureError if `fn` waits for a value on the host, needs a shape that depends on values, launches

@@ -54,7 +54,6 @@ BY_FUNCTION: dict[Callable[..., Any], Refusal] = {
     Tensor.__repr__: _reads("printing a tensor (repr, str, print)", "print it after replay()"),
     Tensor.__format__: _reads("formatting a tensor (an f-string)", "format it after replay()"),
     Tensor.__deepcopy__: _reads("copy.deepcopy(tensor)", "use clone()"),
-    Tensor.__reduce_ex__: _reads("pickling a tensor", "save it after replay()"),
     Tensor.is_nonzero: _reads(".is_nonzero()"),
     torch.is_nonzero: _reads("torch.is_nonzero"),
     torch.equal: _reads("torch.equal", "use (a == b).all(), which stays a tensor"),
@@ -92,6 +91,9 @@ BY_OPERATOR: dict[str, Refusal] = {
 BY_PACKET: dict[str, Refusal] = {
     "aten::resize_": Refusal(".resize_()", REBINDS, WRITE_INTO),
     "aten::resize_as_": Refusal(".resize_as_()", REBINDS, WRITE_INTO),
+    "aten::_linalg_check_errors": _reads(
+        "its check for singular matrices", "use the form without one: inv_ex"
+    ),
     "aten::set_": Refusal(".set_()", REBINDS, WRITE_INTO),
 }
 

@@ -83,7 +83,7 @@ def poisoned_like(shape_of: Tensor) -> Tensor:
 
 
 def poison(dtype: torch.dtype) -> float | complex | int | bool:
-    """NaN; the smallest integer, but the largest if unsigned, where 0 would pass for a value; True for bool."""
+    """NaN; the smallest integer, but the largest if unsigned, where 0 passes for a value; True for bool."""
     if dtype.is_complex:
         return complex(float("nan"), float("nan"))
     if dtype.is_floating_point:

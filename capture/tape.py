@@ -28,8 +28,8 @@ def record_tape(fn: Callable[[], Any], warmup: int, name: str) -> Recording:
         raise
     except Exception as error:
         raise CaptureError(
-            f"recording {name!r}: the function failed while it was recorded ({type(error).__name__}: {error}). "
-            "Nothing was changed; make it run eagerly first, then record it again"
+            f"recording {name!r}: the function failed while it was recorded "
+            f"({type(error).__name__}: {error}). Nothing was changed; make it run eagerly first"
         ) from error
     finally:
         reseeded = not torch.equal(torch.get_rng_state(), random_state)
