@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -58,6 +59,8 @@ def _capture(fn: Callable[[], Any], index: int, stream: torch.cuda.Stream, pool:
         try:
             outputs = fn()
         except Exception as error:
+            # The frames of the error would keep the tensors of the broken capture alive.
+            traceback.clear_frames(error.__traceback__)
             _break_off(graph, index, pool, shared)
             raise _failed(name, error) from error
         except BaseException:
@@ -115,12 +118,11 @@ def _clean_up(graph: torch.cuda.CUDAGraph, index: int, pool: Any, shared: bool) 
     graph.reset()
     _broken_off.append(graph)
     torch.cuda.synchronize(index)
-    if shared:
-        # Other graphs may live in it: at worst one use too many stays counted, never one too few.
-        return
     torch.cuda.empty_cache()
-    if _pool_bytes(pool) > 0:
-        # Memory that survives is still counted as used by the capture: this torch did not release the pool.
+    left = _segments(pool)
+    # Memory that nobody holds and that still survives belongs to a use of the pool that this torch did not end.
+    # In a shared pool that may be another graph: there one use too many stays counted, never one too few.
+    if not shared and left and all(s["allocated_size"] == 0 for s in left):
         torch._C._cuda_releasePool(index, pool)
         torch.cuda.empty_cache()
 
@@ -138,9 +140,13 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _pool_bytes(pool: Any) -> int:
+def _segments(pool: Any) -> list[dict[str, Any]]:
     segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    return sum(int(s["total_size"]) for s in segments if tuple(s["segment_pool_id"]) == tuple(pool))
+    return [s for s in segments if tuple(s["segment_pool_id"]) == tuple(pool)]
+
+
+def _pool_bytes(pool: Any) -> int:
+    return sum(int(s["total_size"]) for s in _segments(pool))
 
 
 class GraphRecording(Recording):

@@ -72,10 +72,7 @@ class Tape:
 
     def refuse(self, refusal: Refusal, cause: Exception | None = None) -> NoReturn:
         """Raise what cannot be recorded; it is raised again at the end, should the function swallow it."""
-        self.refusal = CaptureError(
-            f"recording {self.name!r}: {refusal.call} {refusal.why}, which a recording cannot hold; "
-            f"{refusal.fix}"
-        )
+        self.refusal = CaptureError(f"recording {self.name!r}: {refusal.call} {refusal.why}; {refusal.fix}")
         raise self.refusal from cause
 
 

@@ -20,12 +20,12 @@ class Refusal(NamedTuple):
     fix: str
 
 
-READS = "reads values on the host"
+READS = "reads values on the host, which a recording cannot do"
 KEEP = "keep the value in a tensor (torch.where instead of if), or read it after replay()"
-SENDS = "copies host data into the recording"
+SENDS = "copies host data to the device, which a recording cannot do"
 MAKE_BEFORE = "make the tensor before the recording, or use torch.full, torch.zeros or torch.arange in it"
-SHAPE = "has a result whose shape depends on values"
-REBINDS = "changes the memory behind a tensor, which a recording holds by address"
+SHAPE = "has a result whose shape depends on values, which a recording cannot have"
+REBINDS = "changes the memory of a tensor, which a recording holds by address"
 WRITE_INTO = "write into the tensor instead: copy_, fill_, out=, or an indexed assignment"
 
 

@@ -54,7 +54,7 @@ HOST_READS = {
     "tensor_split": lambda s: torch.tensor_split(s["x"], s["i"]),
     ".map_()": lambda s: s["x"].map_(s["x"], lambda a, b: a),
     ".apply_()": lambda s: s["x"].apply_(lambda a: a),
-    "linalg_inv (its check": lambda s: torch.linalg.inv(s["x"].view(2, 2)),
+    "linalg.inv (its check": lambda s: torch.linalg.inv(s["x"].view(2, 2)),
 }
 
 HOST_DATA = {
