@@ -62,6 +62,8 @@ def _capture(fn: Callable[[], Any], index: int, stream: torch.cuda.Stream, pool:
             # The frames of the error would keep the tensors of the broken capture alive.
             traceback.clear_frames(error.__traceback__)
             _break_off(graph, index, pool, shared)
+            if isinstance(error, CaptureError):
+                raise
             raise _failed(name, error) from error
         except BaseException:
             _break_off(graph, index, pool, shared)
@@ -90,8 +92,6 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
 
 
 def _failed(name: str, error: Exception) -> CaptureError:
-    if isinstance(error, CaptureError):
-        return error
     return CaptureError(
         f"recording {name!r}: the function failed while it was captured ({type(error).__name__}: {error}). "
         "Inside a recording nothing may wait for the device (.item(), .cpu(), printing a tensor), have a "
@@ -120,8 +120,8 @@ def _clean_up(graph: torch.cuda.CUDAGraph, index: int, pool: Any, shared: bool) 
     torch.cuda.synchronize(index)
     torch.cuda.empty_cache()
     left = _segments(pool)
-    # Memory that nobody holds and that still survives belongs to a use of the pool that this torch did not end.
-    # In a shared pool that may be another graph: there one use too many stays counted, never one too few.
+    # Memory that nobody holds and that still survives belongs to a use of the pool that this torch did not
+    # end. In a shared pool that may be another graph: there one use too many stays counted, never one too few.
     if not shared and left and all(s["allocated_size"] == 0 for s in left):
         torch._C._cuda_releasePool(index, pool)
         torch.cuda.empty_cache()

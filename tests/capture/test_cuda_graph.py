@@ -1,4 +1,4 @@
-"""Recordings on a CUDA device: real graphs keep the rules that the CPU tape promises, also after a failure."""
+"""Recordings on a CUDA device: graphs keep the rules that the CPU tape promises, also after a failure."""
 
 import gc
 import json
@@ -103,7 +103,7 @@ def test_a_host_wait_fails_the_capture_and_leaves_cuda_usable(x, wait, shared):
 
 
 def test_a_python_error_in_the_function_leaves_cuda_usable(x):
-    """An error that CUDA knows nothing about ends the capture cleanly and is the cause of the CaptureError."""
+    """An error unknown to CUDA ends the capture cleanly and is the cause of the CaptureError."""
     pool = torch.cuda.graph_pool_handle()
 
     def step():

@@ -233,3 +233,14 @@ def test_parameters_are_read_and_written_without_gradients():
     recording.replay()
     assert not recording.outputs[0].requires_grad
     assert w.tolist() == [2, 2]
+
+
+def test_a_recording_made_in_inference_mode_replays_outside_it():
+    """A recording made under inference mode is as good as any, on tensors made outside."""
+    x, w, out = torch.randn(2, 4), torch.randn(4, 4), torch.zeros(2, 4)
+    with torch.inference_mode():
+        recording = record(lambda: out.copy_(F.linear(x, w)).reshape(-1) + 1, device="cpu")
+    x.normal_()
+    recording.replay()
+    assert torch.equal(out, F.linear(x, w))
+    assert torch.equal(recording.outputs, F.linear(x, w).reshape(-1) + 1)
