@@ -121,7 +121,7 @@ def _clean_up(graph: torch.cuda.CUDAGraph, index: int, pool: Any, shared: bool) 
     torch.cuda.empty_cache()
     left = _segments(pool)
     # Memory that nobody holds and that still survives belongs to a use of the pool that this torch did not
-    # end. In a shared pool that may be another graph: there one use too many stays counted, never one too few.
+    # end. In a shared pool that may be another graph; there one use too many stays counted, not one too few.
     if not shared and left and all(s["allocated_size"] == 0 for s in left):
         torch._C._cuda_releasePool(index, pool)
         torch.cuda.empty_cache()

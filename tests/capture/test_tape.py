@@ -170,6 +170,7 @@ def test_an_implicit_view_stays_a_view():
     w = torch.randn(4, 5)
     recording = record(lambda: ((y := x @ w), y.reshape(6, 5), x.contiguous(), x.to(x.dtype)), device="cpu")
     product, reshaped, same, converted = recording.outputs
+    assert recording.num_nodes == 1
     assert product.data_ptr() == reshaped.data_ptr()
     assert same.data_ptr() == converted.data_ptr() == x.data_ptr()
 

@@ -58,6 +58,7 @@ PROGRAMS = {
         s["x"].unfold(1, 2, 1).sum(-1),
         s["x"].diagonal() + 0,
     ),
+    "write through an unannounced view": lambda s: torch.ops.aten._unsafe_view(s["x"], [16]).add_(1),
     "write through a view": lambda s: (s["x"].t()[1].add_(1), s["x"].view(-1)[::3].mul_(2)),
     "chain of views of results": lambda s: (s["x"] + 1).t().reshape(-1).view(2, 8)[1].chunk(2),
     "split and unbind": lambda s: [part * 2 for part in (s["x"] + 1).split(2)] + list((s["y"] + 1).unbind(1)),

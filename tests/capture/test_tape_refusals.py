@@ -192,6 +192,20 @@ def test_an_operator_without_a_shape_rule_is_refused():
             record(lambda: torch.ops.graphrt_test.shapeless(torch.ones(2)), device="cpu", warmup=0)
 
 
+def test_an_operator_that_lies_about_its_shape_fails_the_replay():
+    """A result of another shape than the operator's rule said is an error, not a broadcast."""
+    with torch.library._scoped_library("graphrt_test", "FRAGMENT") as library:
+        library.define("liar(Tensor x) -> Tensor")
+        library.impl("liar", lambda x: x[:1].clone(), "CPU")
+        library.impl("liar", lambda x: torch.empty_like(x), "Meta")
+        x = torch.ones(2)
+        recording = record(lambda: torch.ops.graphrt_test.liar(x), device="cpu", warmup=0)
+        with pytest.raises(
+            RuntimeError, match=r"graphrt_test.liar.*replayed with shape \[1\], recorded with \[2\]"
+        ):
+            recording.replay()
+
+
 def test_seeding_inside_a_recording_is_refused():
     """`torch.manual_seed` in the function is refused, and the generator is put back."""
     state = torch.get_rng_state()
