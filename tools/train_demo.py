@@ -14,8 +14,6 @@ import argparse
 import json
 import math
 import platform
-import shlex
-import sys
 import sysconfig
 import time
 import zlib
@@ -131,9 +129,7 @@ def random_windows(data: Tensor, args: argparse.Namespace) -> Iterator[Tensor]:
     span = torch.arange(args.length + 1, device=args.device)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     while True:
-        first = torch.randint(
-            data.numel() - args.length, (args.batch, 1), generator=generator, device=args.device
-        )
+        first = torch.randint(data.numel() - args.length, (args.batch, 1), generator=generator, device=args.device)
         yield data[first + span].long()
 
 
@@ -147,9 +143,7 @@ def sequence_loss(model: ByteModel, tokens: Tensor) -> Tensor:
     device = tokens.device.type
     with torch.autocast(device, torch.bfloat16, enabled=device == "cuda" and torch.is_grad_enabled()):
         logits = model(tokens[:, :-1], full_precision_mix)
-    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view_as(
-        tokens[:, 1:]
-    )
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view_as(tokens[:, 1:])
 
 
 def full_precision_mix(layer, block, qkv, raw_g, raw_beta):
@@ -175,10 +169,10 @@ def describe(args: argparse.Namespace, corpus: Corpus, steps: int, seconds: floa
     return {
         "text": "Weights of graphrt's demo: a byte-level KDA language model, trained on the Python standard "
         "library's source code by tools/train_demo.py.",
-        "command": shlex.join(["python", "tools/train_demo.py", *sys.argv[1:]]),
+        "command": command(args),
         "model": asdict(ModelConfig()) | {"parameters": sum(p.numel() for p in model.parameters())},
         "data": {
-            "standard library": args.stdlib.name,
+            "standard library": library_name(args.stdlib),
             "left out": sorted(LEFT_OUT),
             "train files": corpus.train_files,
             "train bytes": corpus.train.numel(),
@@ -199,6 +193,18 @@ def describe(args: argparse.Namespace, corpus: Corpus, steps: int, seconds: floa
             "validation bits per byte": round(bits_per_byte(model, corpus.held_out, args), 4),
         },
     }
+
+
+def command(args: argparse.Namespace) -> str:
+    """What to type to train so again, on the running interpreter's library, into the package."""
+    sizes = f"--steps {args.steps} --batch {args.batch} --length {args.length} --seed {args.seed}"
+    limit = f" --minutes {args.minutes}" if math.isfinite(args.minutes) else ""
+    return f"python tools/train_demo.py {sizes}{limit}"
+
+
+def library_name(stdlib: Path) -> str:
+    own = stdlib == Path(sysconfig.get_path("stdlib"))
+    return f"CPython {platform.python_version()}" if own else stdlib.name
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """The demo's work: decode the same requests in several ways, compare, measure, and report what was seen."""
 
-from collections.abc import Callable
-from contextlib import closing
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,7 +15,7 @@ from graphrt import reset_errors
 
 from .model import ByteModel, load_model
 from .prompts import make_requests
-from .serve import LOOK_EVERY, Completion, DecodeLoop, Mode, Request
+from .serve import LOOK_EVERY, Completion, DecodeLoop, Mode, Request, decode
 from .verdicts import BitComparison, Verdict, no_device_errors, same_tokens
 
 DEFERRED = Mode()
@@ -121,29 +123,39 @@ def run_demo(options: DemoOptions, progress: Progress | None = None) -> DemoRepo
     started = perf_counter()
     # TF32 would blur the logits by more than the gap below which tokens may differ.
     torch.set_float32_matmul_precision("highest")
-    reset_errors(options.device)
-    demo = _Demo(options, load_model(options.device), progress or (lambda phase, done, total: None))
-    return demo.report(started)
+    with _one_thread():
+        reset_errors(options.device)
+        demo = _Demo(options, progress or (lambda phase, done, total: None))
+        return demo.report(started)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The operations on the CPU are so small that a second thread costs more than it does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Demo:
-    def __init__(self, options: DemoOptions, model: ByteModel, progress: Progress) -> None:
-        self.options, self.model, self.progress = options, model, progress
+    """The model, the requests, and the ways in which they are decoded."""
+
+    def __init__(self, options: DemoOptions, progress: Progress) -> None:
+        self.options, self.progress = options, progress
+        self.model: ByteModel = load_model(options.device)
         self.requests: list[Request] = make_requests(options.num_requests, options.new_tokens)
 
     def report(self, started: float) -> DemoReport:
-        deferred, eager = self.loop(DEFERRED), self.loop(EAGER_COMMIT)
-        with closing(deferred), closing(eager):
+        """Run everything; `started` is the clock at the start."""
+        with closing(self.loop(DEFERRED)) as deferred, closing(self.loop(EAGER_COMMIT)) as eager:
             bits = self.compare(deferred, eager)
-        one_token = self.loop(ONE_TOKEN)
-        with closing(one_token):
-            self.decode("one token a step", one_token)
-        verdicts = [
-            same_tokens(
-                "tokens are those of one-token greedy decoding", deferred.completions, one_token.completions
-            ),
-            bits.verdict(),
-        ]
+        with closing(self.loop(ONE_TOKEN)) as one_token:
+            decode(one_token, self.show_progress("one token a step"))
+        claim = "tokens are those of one-token greedy decoding"
+        verdicts = [same_tokens(claim, deferred.completions, one_token.completions), bits.verdict()]
         step_us = {}
         if self.options.device.type == "cuda":
             step_us, verdict = self.time_modes(deferred)
@@ -174,25 +186,21 @@ class _Demo:
             mode=mode,
         )
 
-    def looks(self, phase: str, loop: DecodeLoop) -> bool:
-        """One look of the host, shown as progress."""
-        left = loop.look()
-        self.progress(phase, len(loop.completions), len(self.requests))
-        return left
-
-    def decode(self, phase: str, loop: DecodeLoop) -> None:
-        while self.looks(phase, loop):
-            for _ in range(LOOK_EVERY):
-                loop.step()
+    def show_progress(self, phase: str) -> Callable[[DecodeLoop], None]:
+        """What to call at every look of the host."""
+        return lambda loop: self.progress(phase, len(loop.completions), len(self.requests))
 
     def compare(self, deferred: DecodeLoop, eager: DecodeLoop) -> BitComparison:
         """Both loops in lockstep until both are finished, even if a fault parts them."""
         bits = BitComparison(deferred, eager)
-        while any([self.looks("deferred and eager commit", deferred), eager.look()]):
+        show = self.show_progress("deferred and eager commit")
+        while any([deferred.look(), eager.look()]):
+            show(deferred)
             for _ in range(LOOK_EVERY):
                 deferred.step()
                 eager.step()
                 bits.after_step()
+        show(deferred)
         return bits
 
     def time_modes(self, reference: DecodeLoop) -> tuple[dict[str, float], Verdict]:
@@ -200,8 +208,7 @@ class _Demo:
         times: dict[str, float] = {}
         failed: list[Verdict] = []
         for name, mode in TIMED_MODES.items():
-            loop = self.loop(mode)
-            with closing(loop):
+            with closing(self.loop(mode)) as loop:
                 times[name] = self.time_steps(name, loop)
             verdict = same_tokens(name, reference.completions, loop.completions)
             failed += [] if verdict.passed else [verdict]
@@ -211,15 +218,17 @@ class _Demo:
     def time_steps(self, phase: str, loop: DecodeLoop) -> float:
         """Median microseconds from the start of a step to the start of the next, while steps queue up."""
         spans: list[float] = []
-        while self.looks(phase, loop):
+        show = self.show_progress(phase)
+        while loop.look():
+            show(loop)
             events = [torch.cuda.Event(enable_timing=True) for _ in range(LOOK_EVERY + 1)]
             events[0].record()
             for event in events[1:]:
                 loop.step()
                 event.record()
             events[-1].synchronize()
-            pairs = zip(events, events[1:], strict=False)
-            spans += [1e3 * before.elapsed_time(after) for before, after in pairs]
+            spans += [1e3 * before.elapsed_time(after) for before, after in pairwise(events)]
+        show(loop)
         return median(spans)
 
 
@@ -232,22 +241,17 @@ def memory_bytes(loop: DecodeLoop) -> dict[str, int]:
         context.boundary_state_indices,
         context.boundary_recovery_lens,
     )
-    records = [t for layer in layers for t in _record_tensors(layer.recoverssm_records)]
+    records = [layer.recoverssm_records for layer in layers]
+    allocations = [t.untyped_storage() for r in records for t in (r.correction, r.key_gate)]
     return {
         "checkpoints": sum(layer.kv_cache[1].nbytes for layer in layers),
         "convolution states": sum(layer.kv_cache[0].nbytes for layer in layers),
-        "records": sum(t.untyped_storage().nbytes() for t in records),
+        "records": sum(allocation.nbytes() for allocation in allocations),
         "pending and generation": loop.slots.pending.nbytes + loop.slots.generation.nbytes,
         "plan": sum(t.nbytes for t in plan),
     }
 
 
-def _record_tensors(records: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return records.correction, records.key_gate
-
-
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or how many threads the CPU gets."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU, {torch.get_num_threads()} threads"
+    """The GPU's name, or the CPU's architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()})"

@@ -58,9 +58,7 @@ def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tenso
     p, r, m = k * L.exp(), q * L.exp(), k * (-L).exp()
     coupling = beta * (p @ m.mT).tril(-1)
     reads = (r @ m.mT).tril()
-    solved = torch.linalg.solve_triangular(
-        coupling, beta * torch.cat((v, p), -1), upper=False, unitriangular=True
-    )
+    solved = torch.linalg.solve_triangular(coupling, beta * torch.cat((v, p), -1), upper=False, unitriangular=True)
     free, through_state = solved.split((v.shape[-1], p.shape[-1]), -1)
     end = L[..., -1:, :]
     tail = k * (end - L).exp()

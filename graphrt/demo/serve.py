@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from graphrt import KDADeferredCommitContext, RecordSlots
+from graphrt import NULL_BLOCK_ID, KDADeferredCommitContext, RecordSlots
 from graphrt.capture import record
 
 from .model import ByteModel
 from .step import DecodeBuffers, DecodeStep, make_layers
 
-LOOK_EVERY = 16
+LOOK_EVERY = 8
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class DecodeLoop:
 
     def look(self) -> bool:
         """Collect what is finished, admit what waits; returns whether anything is left to decode."""
-        retired = (self.buffers.state_indices == 0).tolist()
+        retired = (self.buffers.state_indices == NULL_BLOCK_ID).tolist()
         for row in [row for row in self._running if retired[row]]:
             self._collect(row)
         for row in range(len(retired)):
@@ -166,10 +166,10 @@ class DecodeLoop:
         )
 
 
-def run(loop: DecodeLoop, after_step: Callable[[], None] | None = None) -> None:
+def decode(loop: DecodeLoop, after_look: Callable[[DecodeLoop], None] = lambda loop: None) -> None:
     """Decode until every request is finished."""
     while loop.look():
+        after_look(loop)
         for _ in range(LOOK_EVERY):
             loop.step()
-            if after_step:
-                after_step()
+    after_look(loop)

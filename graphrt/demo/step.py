@@ -83,10 +83,7 @@ def make_layers(
     model: ByteModel, num_slots: int, max_num_reqs: int, spec_query_len: int, device: torch.device
 ) -> list[KDALayer]:
     """The model's KDA layers with zeroed states [num_slots, ...] and records of `max_num_reqs` rows, all FP32."""
-    return [
-        _make_layer(block, model.config, num_slots, max_num_reqs, spec_query_len, device)
-        for block in model.blocks
-    ]
+    return [_make_layer(block, model.config, num_slots, max_num_reqs, spec_query_len, device) for block in model.blocks]
 
 
 def _make_layer(
