@@ -51,9 +51,7 @@ class Tape:
             self.owned[storage_key(t)] = t
             self.pool_bytes += t.untyped_storage().nbytes()
 
-    def add_fresh(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]
-    ) -> None:
+    def add_fresh(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
         """Keep an operator whose results are new tensors; a replay writes into `results`."""
         # Fixed aliases: a later `unsqueeze_` of a result must not reach the recorded call.
         fixed_args, fixed_kwargs = map_tensors(Tensor.detach, (args, kwargs))
@@ -108,7 +106,5 @@ def _out_form(func: Any) -> tuple[Any, list[str]] | None:
 def _copy_into(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Tensor, ...]) -> None:
     for target, source in zip(results, tensors_in(func(*args, **kwargs)), strict=True):
         if target.shape != source.shape:
-            raise RuntimeError(
-                f"{func} replayed with shape {list(source.shape)}, recorded with {list(target.shape)}"
-            )
+            raise RuntimeError(f"{func} replayed with shape {list(source.shape)}, recorded with {list(target.shape)}")
         target.copy_(source)

@@ -72,9 +72,7 @@ class OperatorHook(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(func, OpOverload):
             self._refuse(Refusal(str(func), "is not a plain operator", "unfold it into tensor operations"))
         if torch.is_grad_enabled():
-            self._refuse(
-                Refusal(str(func), "runs with gradients enabled", "leave gradients off in the function")
-            )
+            self._refuse(Refusal(str(func), "runs with gradients enabled", "leave gradients off in the function"))
         if func._schema.name == "aten::lift_fresh":
             return self._host_data(args[0])
         refusal = refused_operator(func, args, kwargs) or masked_write(func, args, self._constant_ids)
@@ -119,9 +117,7 @@ class OperatorHook(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
             )
         if shadow.resized_argument():
-            self._refuse(
-                Refusal(f"{func} with an out= of another shape", REBINDS, "give out= the result's shape")
-            )
+            self._refuse(Refusal(f"{func} with an out= of another shape", REBINDS, "give out= the result's shape"))
         written = _written(func, args, kwargs)
         self.tape.add_write(func, args, kwargs, written)
         by_alias = {next(iter(a.alias_info.before_set), ""): value for a, value in written}
@@ -146,15 +142,11 @@ class OperatorHook(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _view_in_place(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if storage_key(args[0]) not in self.tape.owned:
             self._refuse(
-                Refusal(
-                    str(func), "reshapes a tensor that lives outside", "use the view without the underscore"
-                )
+                Refusal(str(func), "reshapes a tensor that lives outside", "use the view without the underscore")
             )
         return func(*args, **kwargs)
 
-    def _unannounced_view(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], all_views: bool
-    ) -> Any:
+    def _unannounced_view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], all_views: bool) -> Any:
         if all_views:
             result = func(*args, **kwargs)
             homes = {storage_key(t) for t in tensors_in(args, kwargs)}
@@ -188,9 +180,7 @@ class OperatorHook(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device = kwargs.get("device")
         if device is not None and torch.device(device).type != "cpu":
             self._refuse(
-                Refusal(
-                    f"{func} on {device}", "leaves the device of the recording", "keep the work on the CPU"
-                )
+                Refusal(f"{func} on {device}", "leaves the device of the recording", "keep the work on the CPU")
             )
 
     def _refuse(self, refusal: Refusal, cause: Exception | None = None) -> NoReturn:

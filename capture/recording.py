@@ -84,9 +84,7 @@ class Recording(ABC):
 
     def _check_open(self, verb: str) -> None:
         if self._closed:
-            raise RuntimeError(
-                f"{verb} after close: recording {self.name!r} is closed; record the function again"
-            )
+            raise RuntimeError(f"{verb} after close: recording {self.name!r} is closed; record the function again")
 
     @abstractmethod
     def _replay(self) -> None: ...

@@ -79,9 +79,7 @@ _OUTPUT_SIZE = "pass output_size=, the total"
 _FIXED_SHAPE = "use a fixed shape: torch.where(mask, a, b), or a mask that is carried along"
 BY_OPERATOR: dict[str, Refusal] = {
     "aten::_local_scalar_dense": _reads("an implicit .item()"),
-    "aten::masked_fill.Tensor": _reads(
-        "masked_fill with a tensor as value", "use torch.where(mask, value, x)"
-    ),
+    "aten::masked_fill.Tensor": _reads("masked_fill with a tensor as value", "use torch.where(mask, value, x)"),
     "aten::masked_fill_.Tensor": _reads(
         "masked_fill_ with a tensor as value", "use x.copy_(torch.where(mask, value, x))"
     ),
@@ -91,9 +89,7 @@ BY_OPERATOR: dict[str, Refusal] = {
 BY_PACKET: dict[str, Refusal] = {
     "aten::resize_": Refusal(".resize_()", REBINDS, WRITE_INTO),
     "aten::resize_as_": Refusal(".resize_as_()", REBINDS, WRITE_INTO),
-    "aten::_linalg_check_errors": _reads(
-        "its check for singular matrices", "use the form without one: inv_ex"
-    ),
+    "aten::_linalg_check_errors": _reads("its check for singular matrices", "use the form without one: inv_ex"),
     "aten::set_": Refusal(".set_()", REBINDS, WRITE_INTO),
 }
 
@@ -110,9 +106,7 @@ def refused_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         target = kwargs.get("device", args[1] if len(args) > 1 else None)
         # A device object says "where the recording runs", the spelled-out host says "bring it here".
         if isinstance(target, str) and target.partition(":")[0] == "cpu":
-            return _reads(
-                '.to("cpu")', "drop it, or read the tensor after replay(); for its own device use x.device"
-            )
+            return _reads('.to("cpu")', "drop it, or read the tensor after replay(); for its own device use x.device")
     if func in (torch.tensor_split, Tensor.tensor_split):
         where = [*args[1:2], *kwargs.values()]
         if any(isinstance(value, Tensor) for value in where):
@@ -152,6 +146,4 @@ def masked_write(func: Any, args: tuple[Any, ...], constants: set[int]) -> Refus
     value, accumulate = args[2], args[3] if len(args) > 3 else False
     if id(value) in constants and not accumulate and sum(i is not None for i in args[1]) == 1:
         return None
-    return Refusal(
-        "assigning tensor values through a mask", SHAPE, "use torch.where(mask, value, x) and copy_"
-    )
+    return Refusal("assigning tensor values through a mask", SHAPE, "use torch.where(mask, value, x) and copy_")

@@ -1,4 +1,5 @@
 """The small operations around a step in plain torch: plans, align mode, staging. See `plan.py` and `stage.py`.
+
 Nothing here reads a value on the host. Counting of bad values is part of the contract (design section 3.6).
 """
 

@@ -5,8 +5,8 @@
     row b >= num_reqs     padding: slot 0, record row -1, no tokens, nothing accepted, null blocks
 
 One launch, whatever a larger batch left behind. Grid (rows / BLOCK, 1 + columns / COLUMNS): the first column of
-programs writes the vectors, the others the block table. With `replay`, the pending count of every live record row moves into
-`replay` and `pending` becomes zero: a step whose commit never comes has then accepted nothing.
+programs writes the vectors, the others the block table. With `replay`, the pending count of every live record row
+moves into `replay` and `pending` becomes zero: a step whose commit never comes has then accepted nothing.
 
 A request out of range has accepted and computed nothing and has no blocks; it is counted.
 """

@@ -200,9 +200,7 @@ def test_an_operator_that_lies_about_its_shape_fails_the_replay():
         library.impl("liar", lambda x: torch.empty_like(x), "Meta")
         x = torch.ones(2)
         recording = record(lambda: torch.ops.graphrt_test.liar(x), device="cpu", warmup=0)
-        with pytest.raises(
-            RuntimeError, match=r"graphrt_test.liar.*replayed with shape \[1\], recorded with \[2\]"
-        ):
+        with pytest.raises(RuntimeError, match=r"graphrt_test.liar.*replayed with shape \[1\], recorded with \[2\]"):
             recording.replay()
 
 
