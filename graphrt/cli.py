@@ -56,7 +56,7 @@ def demo(
     backend: Annotated[Backend, typer.Option(help="Which kernels to run.")] = Backend.AUTO,
     requests: Annotated[int, typer.Option(min=1, help="Requests to decode.")] = 6,
     batch: Annotated[int, typer.Option(min=1, help="Rows decoded at once; requests beyond it wait.")] = 4,
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens of the longest request.")] = 96,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens of the longest request.")] = 80,
     query_len: Annotated[int, typer.Option(min=1, max=16, help="Window: 1 + most draft tokens.")] = 8,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the report here.")
@@ -68,10 +68,10 @@ def demo(
 
     try:
         options = DemoOptions(_torch_device(device), backend.value, requests, batch, tokens, query_len)
-        with _ProgressDisplay() as display:
-            report = run_demo(options, display.update)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    with _ProgressDisplay() as display:
+        report = run_demo(options, display.update)
     show(report, Console())
     if json_file:
         json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")

@@ -37,7 +37,7 @@ def propose(
     position = torch.arange(columns + 1, device=text.device)
     eligible = (position < length[:, None]) & (matched >= shortest)
     # One maximum over (matched, position) in lexicographic order.
-    best = torch.where(eligible, matched * (columns + 1) + position, -1).amax(-1)
+    best = (matched * (columns + 1) + position).masked_fill(~eligible, -1).amax(-1)
     found = best >= 0
     start = best.clamp(min=0) % (columns + 1)
     period = (length - start).clamp(min=1)[:, None]

@@ -10,10 +10,11 @@ from .serve import Request
 
 @dataclass(frozen=True)
 class Excerpt:
-    """Where a prompt comes from: the n-th top-level definition of a file, to the end of the line at `size` bytes."""
+    """Where a prompt comes from: a top-level definition of a file, to the end of the line at `size` bytes."""
 
     file: str
-    definition: int
+    definition: str
+    """How its first line begins; the first definition of the file serves if there is none such."""
     size: int
     share: float
     """New tokens of this request as a share of the longest request's."""
@@ -21,14 +22,14 @@ class Excerpt:
 
 # Files of every supported Python version, with something to look up in what follows; lengths differ on purpose.
 EXCERPTS = (
-    Excerpt("operator.py", 0, 200, 1.0),
-    Excerpt("calendar.py", 3, 250, 0.6),
-    Excerpt("queue.py", 1, 120, 0.8),
-    Excerpt("heapq.py", 1, 200, 0.3),
-    Excerpt("stat.py", 3, 280, 0.9),
-    Excerpt("pprint.py", 0, 150, 0.5),
-    Excerpt("configparser.py", 0, 220, 0.7),
-    Excerpt("mailbox.py", 0, 230, 0.4),
+    Excerpt("operator.py", "def lt", 200, 1.0),
+    Excerpt("calendar.py", "class _localized_day", 200, 0.6),
+    Excerpt("queue.py", "class Queue", 120, 0.8),
+    Excerpt("heapq.py", "def heappop", 150, 0.3),
+    Excerpt("stat.py", "def S_ISCHR", 200, 0.9),
+    Excerpt("pprint.py", "def pprint", 150, 0.5),
+    Excerpt("configparser.py", "class Error", 220, 0.7),
+    Excerpt("mailbox.py", "class Mailbox", 230, 0.4),
 )
 
 
@@ -46,10 +47,11 @@ def make_requests(count: int, most_new_tokens: int) -> list[Request]:
 
 def _make_request(index: int, most_new_tokens: int) -> Request:
     excerpt = EXCERPTS[index % len(EXCERPTS)]
-    definition = excerpt.definition + index // len(EXCERPTS)
     source = (Path(sysconfig.get_path("stdlib")) / excerpt.file).read_bytes()
     starts = [match.start() for match in re.finditer(rb"^(?:class|def) ", source, re.MULTILINE)]
-    start = starts[definition % len(starts)]
+    named = [source.startswith(excerpt.definition.encode(), start) for start in starts]
+    first = named.index(True) if any(named) else 0
+    start = starts[(first + index // len(EXCERPTS)) % len(starts)]
     end = source.find(b"\n", start + excerpt.size) + 1 or len(source)
     return Request(
         name=f"{index + 1} {excerpt.file}",

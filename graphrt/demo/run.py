@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from graphrt import reset_errors
+from graphrt.backends import choose
 
-from .model import ByteModel, load_model
+from .model import ByteModel, ModelConfig, load_model
 from .prompts import make_requests
 from .serve import LOOK_EVERY, Completion, DecodeLoop, Mode, Request, decode
 from .verdicts import BitComparison, Verdict, no_device_errors, same_tokens
@@ -33,13 +34,13 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class DemoOptions:
-    """What to decode, and where. Raises ValueError for numbers below 1."""
+    """What to decode, and where. Raises ValueError for numbers below 1 and a backend that cannot run there."""
 
     device: torch.device
     backend: str = "auto"
     num_requests: int = 6
     batch: int = 4
-    new_tokens: int = 96
+    new_tokens: int = 80
     """Of the longest request."""
     spec_query_len: int = 8
 
@@ -47,6 +48,9 @@ class DemoOptions:
         for name in ("num_requests", "batch", "new_tokens", "spec_query_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        config = ModelConfig()
+        checkpoint = torch.empty(1, config.num_heads, config.head_dim, config.head_dim, device=self.device)
+        choose(self.backend, checkpoint, config.gate_lower_bound)
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class DemoReport:
     completions: list[Completion]
     num_steps: int
     num_one_token_steps: int
+    num_launches: int
+    """Launches in the recording of one step, deferred."""
     accepted_drafts: list[int]
     """[Q]: windows that accepted 0, 1, ... Q - 1 drafts."""
     memory_bytes: dict[str, int]
@@ -94,6 +100,7 @@ class DemoReport:
             "record_rows_used": self.num_record_rows,
             "steps": self.num_steps,
             "one_token_steps": self.num_one_token_steps,
+            "launches_per_step": self.num_launches,
             "accepted_drafts_histogram": self.accepted_drafts,
             "mean_accepted_drafts": self.mean_accepted,
             "memory_bytes": self.memory_bytes,
@@ -115,11 +122,7 @@ def _request_json(completion: Completion) -> dict[str, Any]:
 
 
 def run_demo(options: DemoOptions, progress: Progress | None = None) -> DemoReport:
-    """Decode, compare and (on a GPU) time; see `DemoReport`.
-
-    Raises:
-        ValueError: if the backend asked for cannot run on the device.
-    """
+    """Decode, compare and (on a GPU) time; see `DemoReport`."""
     started = perf_counter()
     # TF32 would blur the logits by more than the gap below which tokens may differ.
     torch.set_float32_matmul_precision("highest")
@@ -151,6 +154,7 @@ class _Demo:
     def report(self, started: float) -> DemoReport:
         """Run everything; `started` is the clock at the start."""
         with closing(self.loop(DEFERRED)) as deferred, closing(self.loop(EAGER_COMMIT)) as eager:
+            num_launches = deferred.recording.num_nodes if deferred.recording else 0
             bits = self.compare(deferred, eager)
         with closing(self.loop(ONE_TOKEN)) as one_token:
             decode(one_token, self.show_progress("one token a step"))
@@ -168,6 +172,7 @@ class _Demo:
             completions=[deferred.completions[request.name] for request in self.requests],
             num_steps=deferred.num_steps,
             num_one_token_steps=one_token.num_steps,
+            num_launches=num_launches,
             accepted_drafts=deferred.buffers.accepted_drafts.tolist(),
             memory_bytes=memory_bytes(deferred),
             verdicts=[*verdicts, no_device_errors(self.options.device)],

@@ -82,7 +82,10 @@ def _times(report: DemoReport) -> RenderableType:
 def _summary(report: DemoReport) -> RenderableType:
     lines = [
         Text(f"device {report.device_name}; backend {report.backend}: {report.backend_reason}"),
-        Text(f"{len(report.completions)} requests on {report.num_record_rows} record rows; {report.seconds:.1f} s"),
+        Text(
+            f"{len(report.completions)} requests on {report.num_record_rows} record rows; "
+            f"one recorded step replays {report.num_launches} launches; {report.seconds:.1f} s in all"
+        ),
     ]
     for verdict in report.verdicts:
         word, style = ("PASS", "bold green") if verdict.passed else ("FAIL", "bold red")

@@ -155,8 +155,8 @@ class DecodeStep:
         row = (index >= b.query_start_loc[1:, None]).sum(0)
         owned = row < b.length.shape[0]
         row = row.clamp(max=b.length.shape[0] - 1)
-        column = b.computed[row] + index - b.query_start_loc[row]
-        return torch.where(owned, b.text.flatten()[row * b.text.shape[1] + column * owned].long(), 0)
+        column = (b.computed[row] + index - b.query_start_loc[row]) * owned
+        return b.text[row, column].long() * owned
 
     def _mix(self, layer: int, block: Block, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor) -> Tensor:
         """The windows [B*Q, ...] through convolution and KDA, from the checkpoints and what is pending."""
