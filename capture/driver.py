@@ -32,6 +32,15 @@ def _check(status: int, call: str) -> None:
         raise RuntimeError(f"{call} failed with CUDA driver error {status}")
 
 
+def begin_capture(stream: int) -> None:
+    """Begin capturing a `cudaStream_t` handle, in thread-local mode.
+
+    RuntimeError if the driver refuses.
+    """
+    thread_local = 1
+    _check(_library().cuStreamBeginCapture_v2(ctypes.c_void_p(stream), thread_local), "cuStreamBeginCapture")
+
+
 def node_types(graph: int) -> list[str]:
     """The type of each node of a `cudaGraph_t` handle, in the order in which they were captured.
 
