@@ -3,11 +3,14 @@
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    import torch
 
 app = typer.Typer(
     help="CUDA-graph-centric runtime for speculative decoding with Kimi Delta Attention.",
@@ -78,7 +81,7 @@ def demo(
     raise typer.Exit(0 if report.passed else 1)
 
 
-def _torch_device(device: Device):
+def _torch_device(device: Device) -> "torch.device":
     import torch
 
     if device is Device.CPU or (device is Device.AUTO and not torch.cuda.is_available()):
@@ -101,7 +104,7 @@ class _ProgressDisplay:
             console=Console(stderr=True),
             transient=True,
         )
-        self._tasks: dict = {}
+        self._tasks: dict[str, TaskID] = {}
 
     def __enter__(self) -> "_ProgressDisplay":
         self._bars.start()

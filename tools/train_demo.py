@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from graphrt.demo.model import WEIGHTS_FILE, ByteModel, ModelConfig, load_model, save_weights
+from graphrt.demo.model import WEIGHTS_FILE, Block, ByteModel, ModelConfig, load_model, save_weights
 from graphrt.demo.sequence import sequence_mix
 
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "encodings", "pydoc_data"})
@@ -146,7 +146,8 @@ def sequence_loss(model: ByteModel, tokens: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none").view_as(tokens[:, 1:])
 
 
-def full_precision_mix(layer, block, qkv, raw_g, raw_beta):
+def full_precision_mix(layer: int, block: Block, qkv: Tensor, raw_g: Tensor, raw_beta: Tensor) -> Tensor:
+    """The mix outside of autocast: running products of decays do not bear BF16."""
     with torch.autocast(qkv.device.type, enabled=False):
         return sequence_mix(layer, block, qkv, raw_g, raw_beta)
 
