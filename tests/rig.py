@@ -78,6 +78,11 @@ class Target:
     backend: str
     device: str
 
+    @property
+    def interpreted(self) -> bool:
+        """Whether kernels run in Triton's interpreter, which is slow."""
+        return self.backend == "triton" and self.device == "cpu"
+
     def shape(self, **changes: Any) -> Shape:
         """The default shape, or the nearest one this backend can run, with `changes`."""
         base = Shape(head_dim=128, act=torch.bfloat16) if self.backend == FP32_DEFERRED else Shape()

@@ -61,23 +61,19 @@ def assert_one_log(target, shape, seed, steps, **options):
             assert same_bytes(mine, theirs), f"{policy} and eager differ in entry {i}"
 
 
-def interpreted(target):
-    return target.backend == "triton" and target.device == "cpu"
-
-
 @STORED
 @pytest.mark.parametrize("engine_layout", [False, True], ids=["hist+Q", "hist+Q-1"])
 def test_a_deferred_trace_has_the_bits_of_an_eager_one(backend_device, pool_dtype, engine_layout):
     """Deferred, flushed, drained and eagerly committed runs of one trace give the same bytes at every step."""
     shape = backend_device.shape(layers=1, heads=1, pool=pool_dtype, engine_layout=engine_layout)
-    assert_one_log(backend_device, shape, 3, 4 if interpreted(backend_device) else 12, dummies=False)
+    assert_one_log(backend_device, shape, 3, 4 if backend_device.interpreted else 12, dummies=False)
 
 
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_deferred_align_trace_has_the_bits_of_an_eager_one(backend_device, pool_dtype):
     """The same with a block table."""
     shape = backend_device.shape(layers=1, heads=1, pool=pool_dtype, slots=24)
-    steps = 4 if interpreted(backend_device) else 12
+    steps = 4 if backend_device.interpreted else 12
     assert_one_log(backend_device, shape, 4, steps, dummies=False, block_size=8, width=4)
 
 

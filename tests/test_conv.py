@@ -19,7 +19,7 @@ def check(batch, b, truth, got, accepted):
     [(exact, plain)] = truth.step(batch.windows(b), accepted)
     got = got[batch.span(b)]
     if got.dtype in (torch.bfloat16, torch.float16):
-        assert_rounded(got, exact.conv, f"row {b}")
+        assert_rounded(got, exact.conv, f"row {b}", batch.pool.target)
     else:
         assert_near(got, exact.conv, plain.conv, FLOOR[got.dtype], f"row {b}")
 
@@ -32,9 +32,8 @@ def test_outputs_match_the_oracle_over_steps(backend_device, engine_layout, conv
     pool = conv_pool(backend_device, engine_layout=engine_layout, conv_dim_first=conv_dim_first, act=act)
     truths = start(pool, {0: 7, 1: 3, 2: 5})
     for lengths, counts in (([4, 4, 4], [1, 4, 3]), ([4, 1, 0], [2, 1, 0]), ([2, 3, 4], [2, 1, 4])):
-        batch = Batch(
-            pool, [Row(slot, row, n) for (row, slot), n in zip({0: 7, 1: 3, 2: 5}.items(), lengths)]
-        )  # noqa: B905
+        rows = zip((0, 1, 2), (7, 3, 5), lengths, strict=True)
+        batch = Batch(pool, [Row(slot, row, n) for row, slot, n in rows])
         got = conv_verify(batch, 0, deferred=True)
         for b in range(3):
             check(batch, b, truths[b], got, counts[b])

@@ -11,7 +11,7 @@ LAYOUT_IDS = ["hist+Q", "hist+Q-1", "hist+Q transposed", "hist+Q-1 transposed"]
 
 def steps_for(target, on_torch, elsewhere):
     """Triton's interpreter is slow: fewer steps there."""
-    return elsewhere if target.backend == "triton" and target.device == "cpu" else on_torch
+    return elsewhere if target.interpreted else on_torch
 
 
 @pytest.mark.parametrize(("engine_layout", "conv_dim_first"), LAYOUTS, ids=LAYOUT_IDS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from oracle import Outputs, Request, Window, relative_error
-from rig import Batch, Pool, Verified, commit, on_cpu, same_bytes, verify
+from rig import Batch, Pool, Target, Verified, commit, on_cpu, same_bytes, verify
 from torch import Tensor
 
 # Relative norm of a state, correction or FP32 output against float64, per window. A state in 16 bits is
@@ -28,14 +28,14 @@ def assert_near(got: Tensor, want: Tensor, plain: Tensor, floor: float, what: st
     assert error <= allowed, f"{what}: relative error {error:.2e}, allowed {allowed:.2e}"
 
 
-def assert_rounded(got: Tensor, want: Tensor, what: str) -> None:
-    """Every element of a 16-bit tensor is the rounding of its float64 value, but for FP32 noise before
-    rounding.
-    """
+def assert_rounded(got: Tensor, want: Tensor, what: str, target: Target) -> None:
+    """Every element of a 16-bit tensor is its float64 value rounded, but for FP32 noise before the rounding."""
     if want.numel() == 0:
         return
-    got, half_ulp = got.detach().cpu(), torch.finfo(got.dtype).eps / 2
-    allowed = want.abs() * half_ulp + 1e-4 * want.pow(2).mean().sqrt()
+    got, ulp = got.detach().cpu(), torch.finfo(got.dtype).eps
+    # Triton's interpreter cuts BF16 off where a GPU rounds to nearest.
+    share = 1.0 if target.interpreted and got.dtype == torch.bfloat16 else 0.5
+    allowed = want.abs() * ulp * share + 1e-4 * want.pow(2).mean().sqrt()
     excess = (got.double() - want.double()).abs() - allowed.double()
     assert bool((excess <= 0).all()), f"{what}: off by {float(excess.max()):.2e} beyond rounding"
 
@@ -45,6 +45,7 @@ class Truth:
 
     def __init__(self, pool: Pool, slot: int, position: int = 0):
         self.pool_dtype, self.windows = pool.shape.pool, 0
+        self.slack = 2.0 if pool.target.interpreted and pool.shape.pool == torch.bfloat16 else 1.0
         stored = pool.shape.pool if pool.shape.pool in SIXTEEN_BIT else None
         self.exact, self.plain = (
             [
@@ -62,7 +63,7 @@ class Truth:
     @property
     def floor(self) -> float:
         """Tolerance of the state: the promise per window, growing to 1e-5 and no further."""
-        floor = FLOOR[self.pool_dtype]
+        floor = FLOOR[self.pool_dtype] * self.slack
         return min(floor * max(1, self.windows), 5 * floor)
 
     def step(self, windows: list[Window], accepted: int) -> list[tuple[Outputs, Outputs]]:
@@ -93,11 +94,11 @@ class Truth:
         out, conv = got.out[batch.span(b)], got.conv[batch.span(b)]
         floor = max(self.floor, FLOOR[torch.float64 if out.dtype == torch.float64 else torch.float32])
         if out.dtype in SIXTEEN_BIT and self.pool_dtype not in SIXTEEN_BIT:
-            assert_rounded(out, exact.out, f"out, {where}")
+            assert_rounded(out, exact.out, f"out, {where}", batch.pool.target)
         else:
             assert_near(out, exact.out, plain.out, max(floor, FLOOR[out.dtype]), f"out, {where}")
         if conv.dtype in SIXTEEN_BIT:
-            assert_rounded(conv, exact.conv, f"conv, {where}")
+            assert_rounded(conv, exact.conv, f"conv, {where}", batch.pool.target)
         else:
             assert_near(conv, exact.conv, plain.conv, FLOOR[conv.dtype], f"conv, {where}")
 
