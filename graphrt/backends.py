@@ -30,6 +30,7 @@ class Backend:
     conv_verify: Callable[..., None]
     align_eager_mask: Callable[..., None]
     align_state_indices: Callable[..., None]
+    stage: Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,10 @@ class Choice:
 @cache
 def load(name: str) -> Backend:
     """The launchers of a backend; Triton and CuTe DSL are imported here, at first use."""
+    files = {"plan": "plan", "conv": "conv", "fold": "fold", "verify": "verify", "stage": "stage"}
     if name == "torch":
-        modules = dict.fromkeys(
-            ("plan", "conv", "fold", "verify"), importlib.import_module(".kernels.reference", "graphrt")
-        )
-    else:
-        modules = {m: importlib.import_module(f".kernels.{m}", "graphrt") for m in ("plan", "conv", "fold", "verify")}
+        files = dict.fromkeys(files, "reference") | {"plan": "reference_plan", "stage": "reference_plan"}
+    modules = {part: importlib.import_module(f".kernels.{file}", "graphrt") for part, file in files.items()}
     return Backend(
         name=name,
         plan_commit=modules["plan"].plan_commit,
@@ -70,7 +69,13 @@ def load(name: str) -> Backend:
         conv_verify=modules["conv"].conv_verify,
         align_eager_mask=modules["plan"].align_eager_mask,
         align_state_indices=modules["plan"].align_state_indices,
+        stage=modules["stage"].stage,
     )
+
+
+def by_device(device: torch.device) -> Backend:
+    """Launchers of operations without arithmetic, which need no choice: Triton on a GPU, torch elsewhere."""
+    return load("triton" if device.type == "cuda" else "torch")
 
 
 def supports(name: str, state_ref: Tensor, lower_bound: float | None) -> Support:

@@ -22,7 +22,7 @@ from ..errors import ErrorKind
 from ..layers import LayerStack
 from ..steps import Plan, Rows
 from .fold import table_pointer, table_stride
-from .recurrence import count_error
+from .recurrence import NO_CONTRACTION, count_error
 from .verify import clear_tokens, live_row, pending_of, query_range
 
 BLOCK_D = 256
@@ -183,7 +183,7 @@ def conv_verify(
         dim_stride=conv_state.stride(1), column_stride=conv_state.stride(2),
         weight_dim_stride=weight.stride(0), weight_stride=weight.stride(1),
         D=conv_dim, W=width, BLOCK_H=triton.next_power_of_2(width - 1), KEEPS_HISTORY=keeps_history,
-        BLOCK_D=BLOCK_D, num_warps=4,
+        BLOCK_D=BLOCK_D, num_warps=4, **NO_CONTRACTION,
     )  # fmt: skip
 
 
@@ -195,5 +195,5 @@ def compact_conv(stack: LayerStack, plan: Plan, state_indices: Tensor, align: bo
         plan.commit_lens, plan.final_state_indices, plan.boundary_state_indices, plan.boundary_recovery_lens,
         state_indices, slot_stride=state_indices.stride(0), D=conv_dim, HIST=stack.hist,
         BLOCK_H=triton.next_power_of_2(stack.hist), KEEPS_HISTORY=stack.conv_keeps_history, ALIGN=align,
-        BLOCK_D=BLOCK_D, num_warps=4,
+        BLOCK_D=BLOCK_D, num_warps=4, **NO_CONTRACTION,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ..errors import ErrorKind
 from ..steps import Commit, Geometry, Plan
+from .recurrence import NO_CONTRACTION
 
 BLOCK = 128
 
@@ -271,6 +272,7 @@ def plan_commit(plan: Plan, commit: Commit, geometry: Geometry, errors: Tensor) 
         pending_stride=pending.stride(0), eager_stride=_stride(c.eager), table_stride=table.stride(0),
         table_column_stride=table.stride(1), computed_stride=computed.stride(0),
         Q=geometry.spec_query_len, KEEPS_HISTORY=geometry.conv_keeps_history, BLOCK=BLOCK, num_warps=1,
+        **NO_CONTRACTION,
     )  # fmt: skip
 
 
@@ -290,7 +292,7 @@ def plan_flush(
         plan.commit_lens, plan.final_state_indices, plan.boundary_state_indices, plan.boundary_recovery_lens, errors,
         batch=batch, num_slots=geometry.num_slots, num_rows=geometry.num_rows, zero=int(zero),
         slot_stride=state_indices.stride(0), row_stride=record_rows.stride(0), pending_stride=pending.stride(0),
-        Q=geometry.spec_query_len, BLOCK=BLOCK, num_warps=1,
+        Q=geometry.spec_query_len, BLOCK=BLOCK, num_warps=1, **NO_CONTRACTION,
     )  # fmt: skip
 
 
@@ -303,7 +305,7 @@ def align_eager_mask(
         num_computed_tokens, query_start_loc, request_indices, out,
         batch=batch, num_requests=num_computed_tokens.shape[0], block_size=block_size,
         computed_stride=num_computed_tokens.stride(0), qsl_stride=query_start_loc.stride(0),
-        request_stride=_stride(request_indices), out_stride=out.stride(0), BLOCK=BLOCK, num_warps=1,
+        request_stride=_stride(request_indices), out_stride=out.stride(0), BLOCK=BLOCK, num_warps=1, **NO_CONTRACTION,
     )  # fmt: skip
 
 
@@ -314,5 +316,5 @@ def align_state_indices(block_table: Tensor, num_computed_tokens: Tensor, block_
         block_table, num_computed_tokens, out,
         num_requests=num_requests, width=width, block_size=block_size, table_stride=block_table.stride(0),
         column_stride=block_table.stride(1), computed_stride=num_computed_tokens.stride(0), out_stride=out.stride(0),
-        BLOCK=BLOCK, num_warps=1,
+        BLOCK=BLOCK, num_warps=1, **NO_CONTRACTION,
     )  # fmt: skip

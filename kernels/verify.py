@@ -253,5 +253,5 @@ def verify(
         graphrt_store_key_gate_kernel[(batch, num_heads)](
             k, raw_g, records.key_gate, rows.query_start_loc, rows.state_indices, record_rows, errors, **sizes,
             k_stride=k.stride(1), g_stride=raw_g.stride(1), key_gate_stride=records.key_gate.stride(0), **static,
-            num_warps=4,
+            num_warps=4, **NO_CONTRACTION,
         )  # fmt: skip
