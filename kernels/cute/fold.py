@@ -1,0 +1,389 @@
+"""Fold of all layers in one launch: commit, flush and drain of the FP32 backend.
+
+For every layer, live row b and head, with n = commit_lens[b] records of record row r (record_rows[b], or b):
+
+    S_n = S_0 * exp(L_n)[None, :] + Σ_{t <= n} u_t (k̂_t * exp(L_n - L_t))ᵀ        S [V, K]
+
+read from slot state_indices[b], written to slot final_state_indices[b]; in align mode the state after
+boundary_recovery_lens[b] records, folded from the same S_0, goes to boundary_state_indices[b] too. A row is skipped,
+untouched, unless its source slot is in 1..slots-1, its record row in 0..R-1 and n > 0 with a destination in range.
+Everything of the source is in shared memory before anything is written, so the three slots may coincide.
+
+Grid min(SMs, L * B * H), 288 threads, one block an SM: it walks its items with three tiles in flight.
+- warp 8 finds live items, 32 at a time, and issues bulk loads: the n records, then the 64 KiB state.
+- warps 4 to 7, one thread a key channel, turn raw keys and gates into the coefficients κ_t and e (tile.py).
+- warps 0 to 3 hold the tile in registers, fold it with one fma per element and record, and bulk-store it.
+
+Traffic of an item: 128 KiB of state and n * (512 + 2K * size of the activations) bytes of records. The memory bounds
+it: at n = 4 the fold warps are busy for about a fifth of the 8200 cycles in which an SM's share of it moves 128 KiB.
+
+Not checked on the device: slots and record rows unique among live rows.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from graphrt.kernels.cute import ptx, tile
+from graphrt.kernels.cute.tile import K, V
+
+THREADS = 288
+TILES = 3
+STAGES = 2
+_LOADER = 8
+_COEFFICIENTS = 1  # named barrier of the four coefficient warps
+_END = -1
+
+# Words of an item's notice in shared memory, written by the loader with the records.
+_N, _BOUNDARY_N, _FINAL, _BOUNDARY, _A_LOG, _DT_BIAS = 0, 4, 8, 16, 24, 32
+_NOTICE_BYTES = 48
+
+
+class FoldF32:
+    """The kernel for one (heads, Q, dtypes, align, indexed)."""
+
+    def __init__(self, heads, q, dtype, a_log_dtype, dt_bias_dtype, align, indexed):
+        self.heads, self.q, self.dtype = heads, q, dtype
+        self.a_log_dtype, self.dt_bias_dtype = a_log_dtype, dt_bias_dtype
+        self.align, self.indexed = align, indexed
+        self.key_gate_bytes = 2 * K * dtype.width // 8  # of one token
+        sets = 2 if align else 1  # coefficients of the final and of the boundary state
+        self.set_bytes = (q + 1) * K * 4
+        at = 0
+        self.tiles, at = at, at + TILES * tile.TILE_BYTES
+        self.key_gates, at = at, at + STAGES * q * self.key_gate_bytes
+        self.corrections, at = at, at + STAGES * q * V * 4
+        self.coefficients, at = at, at + sets * STAGES * self.set_bytes
+        self.norms, at = at, at + STAGES * tile.MAX_Q * 16
+        self.notices, at = at, at + STAGES * _NOTICE_BYTES
+        self.barriers, at = at, at + 8 * (2 * TILES + 4 * STAGES)
+        self.shared_bytes = at
+        # Barriers: full and empty of tiles, records, coefficients.
+        self.tile_full = self.barriers
+        self.tile_empty = self.tile_full + 8 * TILES
+        self.record_full = self.tile_empty + 8 * TILES
+        self.record_empty = self.record_full + 8 * STAGES
+        self.coefficient_full = self.record_empty + 8 * STAGES
+        self.coefficient_empty = self.coefficient_full + 8 * STAGES
+
+    @cute.jit
+    def __call__(
+        self,
+        state_bases: Int64,  # [L] int64: address of every layer's checkpoint, and so on
+        state_strides: Int64,  # [L] int64: elements from slot to slot
+        correction_bases: Int64,
+        correction_strides: Int64,  # [L] int64: elements from row to row
+        key_gate_bases: Int64,
+        key_gate_strides: Int64,
+        a_log_bases: Int64,  # [L] int64: address of every layer's A_log [H]
+        dt_bias_bases: Int64,  # [L] int64: address of every layer's dt_bias [H * K]
+        state_indices: Int64,
+        state_indices_stride: Int32,
+        record_rows: Int64,
+        record_rows_stride: Int32,
+        commit_lens: Int64,
+        final_indices: Int64,
+        boundary_indices: Int64,
+        boundary_lens: Int64,
+        lower_bound: Float32,
+        slots: Int32,
+        rows: Int32,
+        batch: Int32,
+        layers: Int32,
+        grid: Int32,
+        stream,
+    ):
+        self.kernel(
+            state_bases,
+            state_strides,
+            correction_bases,
+            correction_strides,
+            key_gate_bases,
+            key_gate_strides,
+            a_log_bases,
+            dt_bias_bases,
+            state_indices,
+            state_indices_stride,
+            record_rows,
+            record_rows_stride,
+            commit_lens,
+            final_indices,
+            boundary_indices,
+            boundary_lens,
+            lower_bound,
+            slots,
+            rows,
+            batch,
+            layers,
+        ).launch(
+            grid=[grid, 1, 1], block=[THREADS, 1, 1], smem=self.shared_bytes, min_blocks_per_mp=1, stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        state_bases: Int64,
+        state_strides: Int64,
+        correction_bases: Int64,
+        correction_strides: Int64,
+        key_gate_bases: Int64,
+        key_gate_strides: Int64,
+        a_log_bases: Int64,
+        dt_bias_bases: Int64,
+        state_indices: Int64,
+        state_indices_stride: Int32,
+        record_rows: Int64,
+        record_rows_stride: Int32,
+        commit_lens: Int64,
+        final_indices: Int64,
+        boundary_indices: Int64,
+        boundary_lens: Int64,
+        lower_bound: Float32,
+        slots: Int32,
+        rows: Int32,
+        batch: Int32,
+        layers: Int32,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+        lane = thread & 31
+        shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint()
+        shared = Int32(shared)
+        if thread == 0:
+            self.init_barriers(shared)
+        cute.arch.sync_threads()
+
+        if warp == _LOADER:
+            tables = (
+                state_bases,
+                state_strides,
+                correction_bases,
+                correction_strides,
+                key_gate_bases,
+                key_gate_strides,
+                a_log_bases,
+                dt_bias_bases,
+            )
+            plan = (
+                state_indices,
+                state_indices_stride,
+                record_rows,
+                record_rows_stride,
+                commit_lens,
+                final_indices,
+                boundary_indices,
+                boundary_lens,
+            )
+            self.load(shared, lane, tables, plan, slots, rows, batch, layers)
+        elif warp >= 4:
+            self.prepare(shared, thread - 128, warp - 4, lane, lower_bound)
+        else:
+            self.fold(shared, warp, lane)
+
+    @cute.jit
+    def init_barriers(self, shared: Int32):
+        for i in cutlass.range_constexpr(TILES):
+            ptx.mbar_init(shared + (self.tile_full + 8 * i), 1)
+            ptx.mbar_init(shared + (self.tile_empty + 8 * i), 4)
+        for i in cutlass.range_constexpr(STAGES):
+            ptx.mbar_init(shared + (self.record_full + 8 * i), 1)
+            ptx.mbar_init(shared + (self.record_empty + 8 * i), 8)
+            ptx.mbar_init(shared + (self.coefficient_full + 8 * i), 4)
+            ptx.mbar_init(shared + (self.coefficient_empty + 8 * i), 4)
+        ptx.mbar_init_fence()
+
+    def read_int(self, base, index):
+        return ptx.load_global(base + Int64(index) * 4, Int32)
+
+    def read_long(self, base, index):
+        return ptx.load_global(base + Int64(index) * 8, Int64)
+
+    @cute.jit
+    def load(self, shared: Int32, lane: Int32, tables, plan, slots: Int32, rows: Int32, batch: Int32, layers: Int32):
+        """Warp 8: every lane looks at one item; the lanes that found a live one issue its loads in turn."""
+        states, state_strides, corrections, correction_strides, gates, gate_strides, a_logs, dt_biases = tables
+        indices, indices_stride, record_rows, rows_stride, lens, finals, boundaries, boundary_lens = plan
+        block, _, _ = cute.arch.block_idx()
+        step, _, _ = cute.arch.grid_dim()
+        total = layers * batch * self.heads
+        i = Int32(0)
+        base = Int32(block)
+        while base < total:
+            item = base + lane * step
+            inside = item < total
+            item = ptx.select(inside, item, Int32(0))
+            h = item % self.heads
+            pair = item // self.heads
+            b = pair % batch
+            l = pair // batch
+            slot = self.read_int(indices, b * indices_stride)
+            final = self.read_int(finals, b)
+            n = cutlass.min(cutlass.max(self.read_int(lens, b), 0), self.q)
+            row = b
+            if cutlass.const_expr(self.indexed):
+                row = self.read_int(record_rows, b * rows_stride)
+            n = ptx.select((final > 0) & (final < slots), n, Int32(0))
+            boundary = Int32(0)
+            boundary_n = Int32(0)
+            if cutlass.const_expr(self.align):
+                boundary = self.read_int(boundaries, b)
+                boundary_n = cutlass.min(cutlass.max(self.read_int(boundary_lens, b), 0), self.q)
+                # The same block as the final one: the final state stands there, and one writer is enough.
+                usable = (boundary > 0) & (boundary < slots) & ((boundary != final) | (n == 0))
+                boundary_n = ptx.select(usable, boundary_n, Int32(0))
+            alive = inside & (slot > 0) & (slot < slots) & (row >= 0) & (row < rows)
+            alive = alive & ((n > 0) | (boundary_n > 0))
+            found = cute.arch.vote_ballot_sync(alive)
+            while found != 0:
+                turn = cute.arch.popc((found & (0 - found)) - 1)
+                if lane == turn:
+                    count = cutlass.max(n, boundary_n)
+                    stage = i & 1
+                    if i >= STAGES:
+                        ptx.mbar_wait(shared + self.record_empty + 8 * stage, ((i >> 1) & 1) ^ 1)
+                    state = self.read_long(states, l)
+                    stride = self.read_long(state_strides, l) * 4
+                    head = Int64(h) * tile.STATE_BYTES
+                    notice = shared + self.notices + _NOTICE_BYTES * stage
+                    ptx.store_shared(notice + _N, n)
+                    ptx.store_shared(notice + _BOUNDARY_N, boundary_n)
+                    ptx.store_shared(notice + _FINAL, state + Int64(final) * stride + head)
+                    ptx.store_shared(notice + _BOUNDARY, state + Int64(boundary) * stride + head)
+                    a_log = self.read_long(a_logs, l) + Int64(h * (self.a_log_dtype.width // 8))
+                    dt_bias = self.read_long(dt_biases, l) + Int64(h * (K * self.dt_bias_dtype.width // 8))
+                    ptx.store_shared(notice + _A_LOG, a_log)
+                    ptx.store_shared(notice + _DT_BIAS, dt_bias)
+                    full = shared + self.record_full + 8 * stage
+                    ptx.mbar_expect(full, count * (self.key_gate_bytes + V * 4))
+                    gate = (
+                        self.read_long(gates, l)
+                        + Int64(row) * self.read_long(gate_strides, l) * (self.dtype.width // 8)
+                        + Int64(h) * (self.q * self.key_gate_bytes)
+                    )
+                    ptx.bulk_load(
+                        shared + self.key_gates + self.q * self.key_gate_bytes * stage,
+                        gate,
+                        count * self.key_gate_bytes,
+                        full,
+                    )
+                    correction = (
+                        self.read_long(corrections, l)
+                        + Int64(row) * self.read_long(correction_strides, l) * 4
+                        + Int64(h) * (self.q * V * 4)
+                    )
+                    ptx.bulk_load(
+                        shared + self.corrections + self.q * V * 4 * stage, correction, count * (V * 4), full
+                    )
+                    turns = i // TILES
+                    slot_of_tile = i - turns * TILES
+                    if i >= TILES:
+                        ptx.mbar_wait(shared + self.tile_empty + 8 * slot_of_tile, (turns & 1) ^ 1)
+                    tile.start_load(
+                        shared + self.tiles + tile.TILE_BYTES * slot_of_tile,
+                        state + Int64(slot) * stride + head,
+                        shared + self.tile_full + 8 * slot_of_tile,
+                    )
+                cute.arch.sync_warp()
+                found = found & (found - 1)
+                i += 1
+            base += 32 * step
+        if lane == 0:
+            stage = i & 1
+            if i >= STAGES:
+                ptx.mbar_wait(shared + self.record_empty + 8 * stage, ((i >> 1) & 1) ^ 1)
+            ptx.store_shared(shared + self.notices + _NOTICE_BYTES * stage + _N, Int32(_END))
+            ptx.mbar_arrive(shared + self.record_full + 8 * stage)
+
+    def notice(self, shared, i):
+        """Wait for item i's records; the address of its notice and its number of records (-1: no more items)."""
+        stage = i & 1
+        ptx.mbar_wait(shared + self.record_full + 8 * stage, (i >> 1) & 1)
+        at = shared + self.notices + _NOTICE_BYTES * stage
+        return at, ptx.load_shared(at + _N, Int32)
+
+    @cute.jit
+    def prepare(self, shared: Int32, c: Int32, warp: Int32, lane: Int32, lower_bound: Float32):
+        """Warps 4 to 7: thread c makes channel c of the coefficients."""
+        i = Int32(0)
+        at, n = self.notice(shared, i)
+        while n >= 0:
+            stage = i & 1
+            boundary_n = ptx.load_shared(at + _BOUNDARY_N, Int32)
+            a_log = ptx.load_global(ptx.load_shared(at + _A_LOG, Int64), self.a_log_dtype).to(Float32)
+            bias_at = ptx.load_shared(at + _DT_BIAS, Int64) + Int64(c * (self.dt_bias_dtype.width // 8))
+            bias = ptx.load_global(bias_at, self.dt_bias_dtype).to(Float32)
+            record = shared + self.key_gates + self.q * self.key_gate_bytes * stage
+            norms = shared + self.norms + tile.MAX_Q * 16 * stage
+            sets = shared + self.coefficients + self.set_bytes * stage
+            scale = ptx.exp(a_log)
+            count = cutlass.max(n, boundary_n)
+            keys, decays = tile.load_replay(record, c, self.q, self.dtype, count, scale, bias, lower_bound)
+            tile.store_norm_partials(keys, norms, warp, lane)
+            if i >= STAGES:
+                ptx.mbar_wait(shared + self.coefficient_empty + 8 * stage, ((i >> 1) & 1) ^ 1)
+            # Partial sums alternate between two places, so one barrier an item keeps writers behind readers.
+            cute.arch.barrier(barrier_id=_COEFFICIENTS, number_of_threads=128)
+            self.store_set(keys, decays, n, norms, sets, c, lane)
+            if cutlass.const_expr(self.align):
+                if boundary_n > 0:
+                    self.store_set(keys, decays, boundary_n, norms, sets + STAGES * self.set_bytes, c, lane)
+            cute.arch.sync_warp()
+            if lane == 0:
+                ptx.mbar_arrive(shared + self.coefficient_full + 8 * stage)
+                ptx.mbar_arrive(shared + self.record_empty + 8 * stage)
+            i += 1
+            at, n = self.notice(shared, i)
+
+    def store_set(self, keys, decays, n, norms, out, c, lane):
+        """κ and e of the first n records; each set as if the later records were not there, bit for bit."""
+        kept = [ptx.select(Int32(t) < n, decay, Float32(1.0)) for t, decay in enumerate(decays)]
+        tile.store_replay(keys, kept, norms, out, out + self.q * K * 4, c, lane)
+
+    @cute.jit
+    def fold(self, shared: Int32, warp: Int32, lane: Int32):
+        """Warps 0 to 3: registers <- tile, fold, tile <- registers, bulk store."""
+        state = cute.make_rmem_tensor(cute.make_layout(128), Float32)
+        first_row, offset = tile.thread_rows(warp, lane)
+        i = Int32(0)
+        at, n = self.notice(shared, i)
+        while n >= 0:
+            stage = i & 1
+            turns = i // TILES
+            slot_of_tile = i - turns * TILES
+            full = shared + self.tile_full + 8 * slot_of_tile
+            place = shared + self.tiles + tile.TILE_BYTES * slot_of_tile
+            target = ptx.load_shared(at + _FINAL, Int64)
+            corrections = shared + self.corrections + self.q * V * 4 * stage + first_row * 4
+            keys = shared + self.coefficients + self.set_bytes * stage + (lane & 3) * 16
+            ptx.mbar_wait(full, turns & 1)
+            ptx.mbar_wait(shared + self.coefficient_full + 8 * stage, (i >> 1) & 1)
+            if cutlass.const_expr(self.align):
+                boundary_n = ptx.load_shared(at + _BOUNDARY_N, Int32)
+                if boundary_n > 0:
+                    tile.load_tile(state, place + offset)
+                    other = keys + STAGES * self.set_bytes
+                    tile.fold_tile(state, boundary_n, other + self.q * K * 4, other, corrections)
+                    tile.store_tile_global(state, ptx.load_shared(at + _BOUNDARY, Int64), warp, lane)
+            tile.load_tile(state, place + offset)
+            if i > 0:
+                # The store of the item before has had a whole load to leave shared memory: hand its tile back now.
+                if lane == 0:
+                    ptx.bulk_wait_read()
+                    before = i - 1
+                    ptx.mbar_arrive(shared + self.tile_empty + 8 * (before - (before // TILES) * TILES))
+                cute.arch.sync_warp()
+            tile.fold_tile(state, n, keys + self.q * K * 4, keys, corrections)
+            cute.arch.sync_warp()
+            if lane == 0:
+                ptx.mbar_arrive(shared + self.record_empty + 8 * stage)
+                ptx.mbar_arrive(shared + self.coefficient_empty + 8 * stage)
+            if n > 0:
+                tile.store_tile(state, place + offset)
+                ptx.fence_async_shared()
+                cute.arch.sync_warp()
+                if lane == 0:
+                    tile.start_store(target, place, warp)
+            i += 1
+            at, n = self.notice(shared, i)
+        if lane == 0:
+            ptx.bulk_wait()

@@ -1,0 +1,296 @@
+"""Deferred verify of one layer in one pass over the checkpoint, FP32, K = V = 128, Q <= 8.
+
+For a live row b (slot in 1..slots-1, record row r) and each head, with n = pending[r] (0 without pending or for r = -1):
+
+    S_0 <- checkpoint, folded with the row's first n records (formula and bit pattern of fold.py); written back if n > 0
+    u_t = β_t (v_t - S_0 p_t - Σ_{i<t} c_ti u_i)         p_t = k̂_t exp(L_t),  c_ti = <k̂_i exp(-L_i), p_t>
+    o_t = S_0 r_t + Σ_{i<=t} d_ti u_i                    r_t = q̂_t exp(L_t),  d_ti = <k̂_i exp(-L_i), r_t>
+
+for the row's tokens t < min(length, Q). u_t and the raw k_t, g_t replace the row's records; o_t is the output. A row
+without tokens still has its pending folded. Row -1 never writes the checkpoint and records into the scratch row.
+Outputs of a null row's tokens, of tokens beyond Q of a row and of tokens past the last row are zero.
+
+Grid min(SMs, B * H), 512 threads, one block an SM, each walking its items (verify_roles.py has the arithmetic):
+- warps 0 to 3: state tile in registers, fold, bulk store, 3xTF32 products with the 16 probes.   232 registers
+- warps 4 to 7: p, r and k̂ exp(-L) of the window; raw records.                                   104
+- warps 8 to 11: replay coefficients one item ahead, couplings, triangular solve, u and o.       104
+- warp 12 loads states and warp 13 all else, two items ahead; warp 14 writes the zeros.           72
+
+Traffic of an item: 64 KiB in, 64 KiB out if n > 0, n KiB of records in, Q KiB of records out, 1.25 Q KiB of
+activations. On the H200 its memory share is 8200 cycles an SM; the fold warps need about 7000.
+
+Programmatic launch: state, records and the whole replay come before this kernel's wait and read only what was
+written at least two launches earlier, or before a launch without the attribute; the successor is released after the
+wait. Every block waits, also one without items, so that a finished grid means that all before it are finished.
+All records of an item are in shared memory before the first is overwritten: one block owns all of V of its item.
+
+Hostile values stay inside the buffers: slots and rows out of range count as null and -1, counts and query_start_loc
+are clamped. Not checked on the device: slots and rows unique among live rows.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from graphrt.kernels.cute import ptx, tile
+from graphrt.kernels.cute import verify_roles as roles
+from graphrt.kernels.cute.tile import K, V
+
+THREADS = 512
+_REGISTERS = (232, 104, 104, 72)  # their sum, times 128 threads, is the register file
+
+
+class VerifyF32(roles.VerifyRoles):
+    """The kernel for one (heads, Q, dtypes, programmatic)."""
+
+    @cute.jit
+    def __call__(
+        self,
+        tokens,  # q, k, raw_g, v, raw_beta, out: addresses of [1, T, H, ...]
+        token_strides,  # the same six, bytes from token to token
+        layer,  # checkpoint, correction, key_gate, A_log, dt_bias: addresses
+        layer_strides,  # checkpoint slot, correction row, key_gate row: bytes
+        indices,  # state_indices, record_rows (or 0), query_start_loc, pending (or 0): addresses, int32
+        index_strides,  # the first three, elements
+        limits,  # slots, record rows, batch, T, grid
+        lower_bound: Float32,
+        stream,
+    ):
+        self.kernel(
+            tokens, token_strides, layer, layer_strides, indices, index_strides, limits[:4], lower_bound
+        ).launch(
+            grid=[limits[4], 1, 1],
+            block=[THREADS, 1, 1],
+            smem=self.shared_bytes,
+            min_blocks_per_mp=1,
+            use_pdl=self.programmatic,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, tokens, token_strides, layer, layer_strides, indices, index_strides, limits, lower_bound: Float32):
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+        lane = thread & 31
+        shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
+        if thread == 0:
+            for at, count in self._barriers:
+                ptx.mbar_init(shared + at, count)
+            ptx.mbar_init_fence()
+        cute.arch.sync_threads()
+        parameters = (layer[3], layer[4], lower_bound)
+        group = warp >> 2
+        if group == 0:
+            cute.arch.setmaxregister_increase(_REGISTERS[0])
+            self.project(shared, warp, lane)
+        elif group == 1:
+            cute.arch.setmaxregister_decrease(_REGISTERS[1])
+            self.prepare_window(shared, thread - 128, warp - 4, lane, parameters, token_strides[4])
+        elif group == 2:
+            cute.arch.setmaxregister_decrease(_REGISTERS[2])
+            i = Int32(0)
+            n = self.prepare_replay(shared, i, thread - 256, warp - 8, lane, parameters)
+            while n >= 0:
+                n = self.prepare_replay(shared, i + 1, thread - 256, warp - 8, lane, parameters)
+                self.solve(shared, i, thread - 256, warp - 8, lane, token_strides[5])
+                i += 1
+        else:
+            cute.arch.setmaxregister_decrease(_REGISTERS[3])
+            if warp == 12:
+                self.load_states(shared, lane, layer, layer_strides, indices, index_strides, limits)
+            elif warp == 13:
+                self.load_inputs(
+                    shared, lane, tokens, token_strides, layer, layer_strides, indices, index_strides, limits
+                )
+            elif warp == 14:
+                cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
+                self.write_zeros(lane, tokens[5], token_strides[5], indices, index_strides, limits)
+
+    @cute.jit
+    def row_facts(self, b: Int32, indices, index_strides, limits):
+        """slot (0: null), record row (-1: scratch), pending count, first token and one past the last of row b."""
+        slots, rows, _, total = limits
+        slot = ptx.load_global(indices[0] + Int64(b) * index_strides[0] * 4, Int32)
+        slot = ptx.select((slot > 0) & (slot < slots), slot, Int32(0))
+        row = b
+        if indices[1] != 0:
+            row = ptx.load_global(indices[1] + Int64(b) * index_strides[1] * 4, Int32)
+        row = ptx.select((row >= 0) & (row < rows), row, Int32(-1))
+        n = Int32(0)
+        if indices[3] != 0:
+            if row >= 0:
+                n = ptx.load_global(indices[3] + Int64(row) * 4, Int32)
+        n = cutlass.min(cutlass.max(n, 0), self.q)
+        first = ptx.load_global(indices[2] + Int64(b) * index_strides[2] * 4, Int32)
+        last = ptx.load_global(indices[2] + Int64(b + 1) * index_strides[2] * 4, Int32)
+        first = cutlass.min(cutlass.max(first, 0), total)
+        last = cutlass.min(cutlass.max(last, first), total)
+        return slot, row, n, first, last
+
+    @cute.jit
+    def find_item(self, item: Int32, indices, index_strides, limits):
+        """Facts of one (row, head), and whether there is anything to do for it."""
+        _, _, batch, _ = limits
+        inside = item < batch * self.heads
+        item = ptx.select(inside, item, Int32(0))
+        h = item % self.heads
+        slot, row, n, first, last = self.row_facts(item // self.heads, indices, index_strides, limits)
+        length = cutlass.min(last - first, self.q)
+        alive = inside & (slot > 0) & ((n > 0) | (length > 0))
+        return alive, h, slot, row, n, first, length
+
+    @cute.jit
+    def load_states(self, shared: Int32, lane: Int32, layer, layer_strides, indices, index_strides, limits):
+        """Warp 12: each lane looks at one item; those that found a live one load its state in turn."""
+        block, _, _ = cute.arch.block_idx()
+        step, _, _ = cute.arch.grid_dim()
+        i = Int32(0)
+        base = Int32(block)
+        while base < limits[2] * self.heads:
+            alive, h, slot, _, _, _, _ = self.find_item(base + lane * step, indices, index_strides, limits)
+            found = cute.arch.vote_ballot_sync(alive)
+            while found != 0:
+                if lane == cute.arch.popc((found & (0 - found)) - 1):
+                    stage = i & 1
+                    if i >= roles.TILES:
+                        ptx.mbar_wait(shared + self.tile_empty + 8 * stage, ((i >> 1) & 1) ^ 1)
+                    tile.start_load(
+                        shared + self.tiles + tile.TILE_BYTES * stage,
+                        layer[0] + Int64(slot) * layer_strides[0] + Int64(h) * tile.STATE_BYTES,
+                        shared + self.tile_full + 8 * stage,
+                    )
+                cute.arch.sync_warp()
+                found = found & (found - 1)
+                i += 1
+            base += 32 * step
+
+    @cute.jit
+    def load_inputs(
+        self, shared: Int32, lane: Int32, tokens, token_strides, layer, layer_strides, indices, index_strides, limits
+    ):
+        """Warp 13: notices, records, and after the wait the tokens of each live item; one lane a token and tensor."""
+        block, _, _ = cute.arch.block_idx()
+        step, _, _ = cute.arch.grid_dim()
+        i = Int32(0)
+        base = Int32(block)
+        while base < limits[2] * self.heads:
+            alive, h, slot, row, n, first, length = self.find_item(base + lane * step, indices, index_strides, limits)
+            found = cute.arch.vote_ballot_sync(alive)
+            while found != 0:
+                turn = cute.arch.popc((found & (0 - found)) - 1)
+                stage = i & 1
+                place = i - i // roles.VALUES * roles.VALUES
+                self.wait_free(shared, i)
+                if lane == turn:
+                    at = shared + self.input_notices + roles.NOTICE_BYTES * stage
+                    value_at = shared + self.value_notices + roles.NOTICE_BYTES * place
+                    record = (
+                        layer[2] + Int64(row) * layer_strides[2] + Int64(h) * (self.q * self.key_gate_bytes)
+                    )
+                    correction = layer[1] + Int64(row) * layer_strides[1] + Int64(h) * (self.q * V * 4)
+                    ptx.store_shared(at + roles.N, n, length, h, first)
+                    ptx.store_shared(at + roles.KEY_GATE, record)
+                    beta = tokens[4] + Int64(first) * token_strides[4] + Int64(h) * (self.beta_dtype.width // 8)
+                    ptx.store_shared(at + roles.BETA, beta)
+                    ptx.store_shared(value_at + roles.N, n, length)
+                    ptx.store_shared(value_at + roles.CORRECTION, correction)
+                    out = tokens[5] + Int64(first) * token_strides[5] + Int64(h) * self.token_bytes
+                    ptx.store_shared(value_at + roles.OUT, out)
+                    state = layer[0] + Int64(slot) * layer_strides[0] + Int64(h) * tile.STATE_BYTES
+                    ptx.store_shared(value_at + roles.STATE, state)
+                    record_full = shared + self.record_full + 8 * stage
+                    correction_full = shared + self.correction_full + 8 * place
+                    ptx.mbar_expect(record_full, n * self.key_gate_bytes)
+                    ptx.mbar_expect(correction_full, n * (V * 4))
+                    if n > 0:
+                        ptx.bulk_load(
+                            shared + self.records + self.q * self.key_gate_bytes * stage,
+                            record,
+                            n * self.key_gate_bytes,
+                            record_full,
+                        )
+                        ptx.bulk_load(
+                            shared + self.corrections + self.q * V * 4 * place, correction, n * (V * 4), correction_full
+                        )
+                if i == 0:
+                    cute.arch.griddepcontrol_wait()
+                cute.arch.sync_warp()
+                self.load_tokens(shared, lane, i, tokens, token_strides)
+                found = found & (found - 1)
+                i += 1
+            base += 32 * step
+        self.wait_free(shared, i)
+        if lane == 0:
+            place = i - i // roles.VALUES * roles.VALUES
+            ptx.store_shared(shared + self.input_notices + roles.NOTICE_BYTES * (i & 1) + roles.N, Int32(roles.END))
+            ptx.store_shared(shared + self.value_notices + roles.NOTICE_BYTES * place + roles.N, Int32(roles.END))
+            ptx.mbar_arrive(shared + self.record_full + 8 * (i & 1))
+            ptx.mbar_arrive(shared + self.correction_full + 8 * place)
+
+    @cute.jit
+    def wait_free(self, shared: Int32, i: Int32):
+        """Until item i's places in the rings of raw inputs and of u and v are free."""
+        turn = i // roles.VALUES
+        if i >= roles.INPUTS:
+            ptx.mbar_wait(shared + self.input_empty + 8 * (i & 1), ((i >> 1) & 1) ^ 1)
+        if i >= roles.VALUES:
+            ptx.mbar_wait(shared + self.value_empty + 8 * (i - turn * roles.VALUES), (turn & 1) ^ 1)
+
+    @cute.jit
+    def load_tokens(self, shared: Int32, lane: Int32, i: Int32, tokens, token_strides):
+        """q, k, gate and v of item i's tokens: lane = token + 8 * tensor."""
+        stage = i & 1
+        place = i - i // roles.VALUES * roles.VALUES
+        at = shared + self.input_notices + roles.NOTICE_BYTES * stage
+        token_full = shared + self.token_full + 8 * stage
+        value_full = shared + self.value_full + 8 * place
+        length = ptx.load_shared(at + roles.LENGTH, Int32)
+        h = ptx.load_shared(at + roles.HEAD, Int32)
+        first = ptx.load_shared(at + roles.FIRST, Int32)
+        if lane == 0:
+            ptx.mbar_expect(token_full, length * (3 * self.token_bytes))
+            ptx.mbar_expect(value_full, length * self.token_bytes)
+        cute.arch.sync_warp()
+        t = lane & 7
+        which = lane >> 3
+        bases = (self.queries, self.keys, self.gates)
+        source, stride = tokens[3], token_strides[3]
+        target = shared + self.values + self.window_bytes * place
+        barrier = value_full
+        for kind in cutlass.range_constexpr(3):
+            mine = which == kind
+            source = ptx.select(mine, tokens[kind], source)
+            stride = ptx.select(mine, token_strides[kind], stride)
+            target = ptx.select(mine, shared + (bases[kind] + self.window_bytes * stage), target)
+            barrier = ptx.select(mine, token_full, barrier)
+        if t < length:
+            address = source + Int64(first + t) * stride + Int64(h) * self.token_bytes
+            ptx.bulk_load(target + t * self.token_bytes, address, Int32(self.token_bytes), barrier)
+
+    @cute.jit
+    def write_zeros(self, lane: Int32, out: Int64, out_stride: Int64, indices, index_strides, limits):
+        """Warp 14: zeros for null rows, for tokens beyond Q of a row, and for tokens past the last row."""
+        _, _, batch, total = limits
+        block, _, _ = cute.arch.block_idx()
+        step, _, _ = cute.arch.grid_dim()
+        b = Int32(block)
+        while b < batch:
+            slot, _, _, first, last = self.row_facts(b, indices, index_strides, limits)
+            token = ptx.select(slot > 0, first + self.q, first)
+            while token < last:
+                self.zero_token(lane, out + Int64(token) * out_stride)
+                token += 1
+            b += step
+        end = ptx.load_global(indices[2] + Int64(batch) * index_strides[2] * 4, Int32)
+        token = cutlass.min(cutlass.max(end, 0), total) + block
+        while token < total:
+            self.zero_token(lane, out + Int64(token) * out_stride)
+            token += step
+
+    @cute.jit
+    def zero_token(self, lane: Int32, address: Int64):
+        for start in cutlass.range_constexpr(0, self.heads * self.token_bytes, 32 * 16):
+            byte = start + lane * 16
+            if byte < self.heads * self.token_bytes:
+                ptx.store_global(address + Int64(byte), Int32(0), Int32(0), Int32(0), Int32(0))
