@@ -24,8 +24,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from graphrt.kernels.cute import ptx, tile
-from graphrt.kernels.cute.tile import K, V
+from . import ptx, tile
+from .tile import K, V
 
 THREADS = 288
 TILES = 3
@@ -69,112 +69,34 @@ class FoldF32:
     @cute.jit
     def __call__(
         self,
-        state_bases: Int64,  # [L] int64: address of every layer's checkpoint, and so on
-        state_strides: Int64,  # [L] int64: elements from slot to slot
-        correction_bases: Int64,
-        correction_strides: Int64,  # [L] int64: elements from row to row
-        key_gate_bases: Int64,
-        key_gate_strides: Int64,
-        a_log_bases: Int64,  # [L] int64: address of every layer's A_log [H]
-        dt_bias_bases: Int64,  # [L] int64: address of every layer's dt_bias [H * K]
-        state_indices: Int64,
-        state_indices_stride: Int32,
-        record_rows: Int64,
-        record_rows_stride: Int32,
-        commit_lens: Int64,
-        final_indices: Int64,
-        boundary_indices: Int64,
-        boundary_lens: Int64,
+        addresses,  # 14: the tables and vectors below
+        strides,  # of state_indices and record_rows, elements
+        limits,  # slots, record rows, batch, layers, grid
         lower_bound: Float32,
-        slots: Int32,
-        rows: Int32,
-        batch: Int32,
-        layers: Int32,
-        grid: Int32,
         stream,
     ):
-        self.kernel(
-            state_bases,
-            state_strides,
-            correction_bases,
-            correction_strides,
-            key_gate_bases,
-            key_gate_strides,
-            a_log_bases,
-            dt_bias_bases,
-            state_indices,
-            state_indices_stride,
-            record_rows,
-            record_rows_stride,
-            commit_lens,
-            final_indices,
-            boundary_indices,
-            boundary_lens,
-            lower_bound,
-            slots,
-            rows,
-            batch,
-            layers,
-        ).launch(
-            grid=[grid, 1, 1], block=[THREADS, 1, 1], smem=self.shared_bytes, min_blocks_per_mp=1, stream=stream
+        # addresses: [L] int64 tables checkpoint, its slot stride, correction, its row stride, key_gate, its row
+        # stride, A_log, dt_bias (addresses; strides in elements); int32 vectors state_indices, record_rows,
+        # commit_lens, final_state_indices, boundary_state_indices, boundary_recovery_lens.
+        self.kernel(addresses[:8], addresses[8:], strides, limits[:4], lower_bound).launch(
+            grid=[limits[4], 1, 1],
+            block=[THREADS, 1, 1],
+            smem=self.shared_bytes,
+            min_blocks_per_mp=1,
+            stream=stream,
         )
 
     @cute.kernel
-    def kernel(
-        self,
-        state_bases: Int64,
-        state_strides: Int64,
-        correction_bases: Int64,
-        correction_strides: Int64,
-        key_gate_bases: Int64,
-        key_gate_strides: Int64,
-        a_log_bases: Int64,
-        dt_bias_bases: Int64,
-        state_indices: Int64,
-        state_indices_stride: Int32,
-        record_rows: Int64,
-        record_rows_stride: Int32,
-        commit_lens: Int64,
-        final_indices: Int64,
-        boundary_indices: Int64,
-        boundary_lens: Int64,
-        lower_bound: Float32,
-        slots: Int32,
-        rows: Int32,
-        batch: Int32,
-        layers: Int32,
-    ):
+    def kernel(self, tables, vectors, strides, limits, lower_bound: Float32):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread >> 5)
         lane = thread & 31
-        shared = cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint()
-        shared = Int32(shared)
+        shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
         if thread == 0:
             self.init_barriers(shared)
         cute.arch.sync_threads()
-
         if warp == _LOADER:
-            tables = (
-                state_bases,
-                state_strides,
-                correction_bases,
-                correction_strides,
-                key_gate_bases,
-                key_gate_strides,
-                a_log_bases,
-                dt_bias_bases,
-            )
-            plan = (
-                state_indices,
-                state_indices_stride,
-                record_rows,
-                record_rows_stride,
-                commit_lens,
-                final_indices,
-                boundary_indices,
-                boundary_lens,
-            )
-            self.load(shared, lane, tables, plan, slots, rows, batch, layers)
+            self.load(shared, lane, tables, vectors, strides, limits)
         elif warp >= 4:
             self.prepare(shared, thread - 128, warp - 4, lane, lower_bound)
         else:
@@ -199,10 +121,11 @@ class FoldF32:
         return ptx.load_global(base + Int64(index) * 8, Int64)
 
     @cute.jit
-    def load(self, shared: Int32, lane: Int32, tables, plan, slots: Int32, rows: Int32, batch: Int32, layers: Int32):
+    def load(self, shared: Int32, lane: Int32, tables, vectors, strides, limits):
         """Warp 8: every lane looks at one item; the lanes that found a live one issue its loads in turn."""
         states, state_strides, corrections, correction_strides, gates, gate_strides, a_logs, dt_biases = tables
-        indices, indices_stride, record_rows, rows_stride, lens, finals, boundaries, boundary_lens = plan
+        indices, record_rows, lens, finals, boundaries, boundary_lens = vectors
+        slots, rows, batch, layers = limits
         block, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
         total = layers * batch * self.heads
@@ -216,12 +139,12 @@ class FoldF32:
             pair = item // self.heads
             b = pair % batch
             l = pair // batch
-            slot = self.read_int(indices, b * indices_stride)
+            slot = self.read_int(indices, b * strides[0])
             final = self.read_int(finals, b)
             n = cutlass.min(cutlass.max(self.read_int(lens, b), 0), self.q)
             row = b
             if cutlass.const_expr(self.indexed):
-                row = self.read_int(record_rows, b * rows_stride)
+                row = self.read_int(record_rows, b * strides[1])
             n = ptx.select((final > 0) & (final < slots), n, Int32(0))
             boundary = Int32(0)
             boundary_n = Int32(0)
@@ -387,3 +310,6 @@ class FoldF32:
             at, n = self.notice(shared, i)
         if lane == 0:
             ptx.bulk_wait()
+
+
+FoldF32.kernel.set_name_prefix("graphrt_fold_f32", remove_cutlass_symbol=True, keep_mangled_name=False)

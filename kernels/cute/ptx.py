@@ -85,6 +85,13 @@ def store_global(address, *values, loc=None, ip=None):
 
 
 @dsl_user_op
+def add_global(address, value, *, loc=None, ip=None):
+    """Atomic add to an int32 that nobody waits for."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), Int32(value).ir_value(loc=loc, ip=ip)]
+    _asm(None, operands, "red.relaxed.gpu.global.add.s32 [$0], $1;", "l,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
 def fma(a, b, c, *, loc=None, ip=None):
     """a * b + c with one rounding."""
     return Float32(math_dialect.fma(*(Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)), loc=loc, ip=ip))
@@ -92,23 +99,23 @@ def fma(a, b, c, *, loc=None, ip=None):
 
 @dsl_user_op
 def exp2(x, *, loc=None, ip=None):
-    """2^x by the special function unit, at most 2 ulp off; results below 2^-126 are kept."""
+    """2^x by the special function unit, at most 2 ulp off; results below 2^-126 are 0."""
     raw = Float32(x).ir_value(loc=loc, ip=ip)
-    return Float32(_asm(T.f32(), [raw], "ex2.approx.f32 $0, $1;", "=f,f", loc, ip))
+    return Float32(_asm(T.f32(), [raw], "ex2.approx.ftz.f32 $0, $1;", "=f,f", loc, ip))
 
 
 @dsl_user_op
 def reciprocal(x, *, loc=None, ip=None):
     """1 / x, at most 1 ulp off; 1 / infinity is 0."""
     raw = Float32(x).ir_value(loc=loc, ip=ip)
-    return Float32(_asm(T.f32(), [raw], "rcp.approx.f32 $0, $1;", "=f,f", loc, ip))
+    return Float32(_asm(T.f32(), [raw], "rcp.approx.ftz.f32 $0, $1;", "=f,f", loc, ip))
 
 
 @dsl_user_op
 def rsqrt(x, *, loc=None, ip=None):
     """1 / sqrt(x), at most 2 ulp off."""
     raw = Float32(x).ir_value(loc=loc, ip=ip)
-    return Float32(_asm(T.f32(), [raw], "rsqrt.approx.f32 $0, $1;", "=f,f", loc, ip))
+    return Float32(_asm(T.f32(), [raw], "rsqrt.approx.ftz.f32 $0, $1;", "=f,f", loc, ip))
 
 
 def exp(x):

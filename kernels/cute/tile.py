@@ -22,7 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
-from graphrt.kernels.cute import ptx
+from . import ptx
 
 K = V = 128
 HALF_BYTES = (64 * K + 16) * 4

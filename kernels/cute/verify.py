@@ -32,9 +32,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from graphrt.kernels.cute import ptx, tile
-from graphrt.kernels.cute import verify_roles as roles
-from graphrt.kernels.cute.tile import K, V
+from graphrt.errors import ErrorKind
+
+from . import ptx, tile
+from . import verify_roles as roles
+from .tile import K, V
 
 THREADS = 512
 _REGISTERS = (232, 104, 104, 72)  # their sum, times 128 threads, is the register file
@@ -50,8 +52,8 @@ class VerifyF32(roles.VerifyRoles):
         token_strides,  # the same six, bytes from token to token
         layer,  # checkpoint, correction, key_gate, A_log, dt_bias: addresses
         layer_strides,  # checkpoint slot, correction row, key_gate row: bytes
-        indices,  # state_indices, record_rows (or 0), query_start_loc, pending (or 0): addresses, int32
-        index_strides,  # the first three, elements
+        indices,  # state_indices, record_rows (or 0), query_start_loc, pending (or 0), error counter: addresses, int32
+        index_strides,  # the first four, elements
         limits,  # slots, record rows, batch, T, grid
         lower_bound: Float32,
         stream,
@@ -120,7 +122,7 @@ class VerifyF32(roles.VerifyRoles):
         n = Int32(0)
         if indices[3] != 0:
             if row >= 0:
-                n = ptx.load_global(indices[3] + Int64(row) * 4, Int32)
+                n = ptx.load_global(indices[3] + Int64(row) * index_strides[3] * 4, Int32)
         n = cutlass.min(cutlass.max(n, 0), self.q)
         first = ptx.load_global(indices[2] + Int64(b) * index_strides[2] * 4, Int32)
         last = ptx.load_global(indices[2] + Int64(b + 1) * index_strides[2] * 4, Int32)
@@ -277,6 +279,8 @@ class VerifyF32(roles.VerifyRoles):
         b = Int32(block)
         while b < batch:
             slot, _, _, first, last = self.row_facts(b, indices, index_strides, limits)
+            if lane == 0:
+                self.count_errors(b, indices, index_strides, limits)
             token = ptx.select(slot > 0, first + self.q, first)
             while token < last:
                 self.zero_token(lane, out + Int64(token) * out_stride)
@@ -289,8 +293,36 @@ class VerifyF32(roles.VerifyRoles):
             token += step
 
     @cute.jit
+    def count_errors(self, b: Int32, indices, index_strides, limits):
+        """Count what row b's values had wrong, once a launch."""
+        slots, rows, _, total = limits
+        slot = ptx.load_global(indices[0] + Int64(b) * index_strides[0] * 4, Int32)
+        self.count(indices[4], ErrorKind.SLOT, slot >= slots)
+        row = b
+        if indices[1] != 0:
+            row = ptx.load_global(indices[1] + Int64(b) * index_strides[1] * 4, Int32)
+        live = (slot > 0) & (slot < slots)
+        self.count(indices[4], ErrorKind.ROW, live & ((row < -1) | (row >= rows)))
+        if indices[3] != 0:
+            if live & (row >= 0) & (row < rows):
+                n = ptx.load_global(indices[3] + Int64(row) * index_strides[3] * 4, Int32)
+                self.count(indices[4], ErrorKind.PENDING, (n < 0) | (n > self.q))
+        first = ptx.load_global(indices[2] + Int64(b) * index_strides[2] * 4, Int32)
+        last = ptx.load_global(indices[2] + Int64(b + 1) * index_strides[2] * 4, Int32)
+        disordered = (first < 0) | (last < first) | (last > total) | (last - first > self.q)
+        self.count(indices[4], ErrorKind.QUERY_LEN, disordered)
+
+    @cute.jit
+    def count(self, errors: Int64, kind: cutlass.Constexpr[int], happened: cutlass.Boolean):
+        if happened:
+            ptx.add_global(errors + 4 * int(kind), Int32(1))
+
+    @cute.jit
     def zero_token(self, lane: Int32, address: Int64):
         for start in cutlass.range_constexpr(0, self.heads * self.token_bytes, 32 * 16):
             byte = start + lane * 16
             if byte < self.heads * self.token_bytes:
                 ptx.store_global(address + Int64(byte), Int32(0), Int32(0), Int32(0), Int32(0))
+
+
+VerifyF32.kernel.set_name_prefix("graphrt_verify_f32", remove_cutlass_symbol=True, keep_mangled_name=False)

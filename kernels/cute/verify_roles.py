@@ -16,8 +16,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from graphrt.kernels.cute import ptx, tile
-from graphrt.kernels.cute.tile import K, V
+from . import ptx, tile
+from .tile import K, V
 
 END = -1
 PROBES = 16  # p_0..p_7 and r_0..r_7
