@@ -124,7 +124,7 @@ def fold(stack, plan, state_indices: Tensor, record_rows: Tensor | None, align: 
     KERNELS.launch(
         facts,
         state.device,
-        tuple(t.data_ptr() for t in (*tables, *vectors)),
+        tuple(Int64(t.data_ptr()) for t in (*tables, *vectors)),
         (state_indices.stride(0), rows.stride(0)),
         (state.shape[0], correction.shape[0], batch, layers, grid),
         stack.lower_bound,
