@@ -1,1 +1,34 @@
-"""graphrt: deferred commit of recurrent state, in replayable CUDA graphs."""
+"""graphrt: speculative decoding with Kimi Delta Attention, its recurrent state committed late, in replayable graphs."""
+
+from .align import align_eager_mask, align_state_indices
+from .context import KDADeferredCommitContext, KDARecoverSSMCommitContext, KDARecoverSSMDeferred
+from .errors import ErrorKind, error_counter, error_counts, reset_errors
+from .layers import KDALayer
+from .records import KDARecoverSSMRecords, allocate_records
+from .sentinels import FP32_DEFERRED, NULL_BLOCK_ID, SCRATCH_ROW
+from .slots import RecordSlots
+from .verify import kda_conv_verify, kda_deferred_verify, kda_recoverssm_verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FP32_DEFERRED",
+    "NULL_BLOCK_ID",
+    "SCRATCH_ROW",
+    "ErrorKind",
+    "KDADeferredCommitContext",
+    "KDALayer",
+    "KDARecoverSSMCommitContext",
+    "KDARecoverSSMDeferred",
+    "KDARecoverSSMRecords",
+    "RecordSlots",
+    "align_eager_mask",
+    "align_state_indices",
+    "allocate_records",
+    "error_counter",
+    "error_counts",
+    "kda_conv_verify",
+    "kda_deferred_verify",
+    "kda_recoverssm_verify",
+    "reset_errors",
+]

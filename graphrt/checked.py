@@ -1,0 +1,157 @@
+"""Checked mode: read the values of a step before it is launched, and raise where a kernel would clamp and count.
+
+On with `GRAPHRT_CHECK=1` or `check=True`. It synchronises, so it steps aside while a graph or a tape records.
+"""
+
+import itertools
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from .launch import is_recording
+from .steps import Commit, Geometry, Rows
+
+# Record rows whose last verify was not committed, by the corrections tensor of their layer.
+_open_rows: Any = WeakIdKeyDictionary()
+
+
+def enabled(check: bool | None) -> bool:
+    """Whether this call reads values: `check`, or the environment where it is None; never inside a recording."""
+    wanted = os.environ.get("GRAPHRT_CHECK") == "1" if check is None else check
+    if not wanted or is_recording():
+        return False
+    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def row_values(rows: Rows, num_tokens: int, num_slots: int, num_rows: int) -> None:
+    """Raise ValueError for the first bad value of a verify's rows."""
+    record_rows = None if rows.record_rows is None else _read(rows.record_rows, rows.batch)
+    _slots_and_rows(_read(rows.state_indices), record_rows, num_slots, num_rows)
+    _query_offsets(_read(rows.query_start_loc), num_tokens, rows.spec_query_len)
+    if rows.pending is not None:
+        _pending_counts(_read(rows.pending), record_rows or [], rows.spec_query_len)
+
+
+def flush_values(state_indices: Tensor, record_rows: Tensor, pending: Tensor, geometry: Geometry) -> None:
+    """Raise ValueError for the first bad value of a flush or drain."""
+    rows = _read(record_rows, state_indices.shape[0])
+    _slots_and_rows(_read(state_indices), rows, geometry.num_slots, geometry.num_rows)
+    _pending_counts(_read(pending), rows, geometry.spec_query_len)
+
+
+def commit_values(c: Commit, geometry: Geometry) -> None:
+    """Raise ValueError for the first bad value of a commit."""
+    slots = _read(c.state_indices)
+    rows = None if c.record_rows is None else _read(c.record_rows, c.batch)
+    _slots_and_rows(slots, rows, geometry.num_slots, geometry.num_rows)
+    offsets = _read(c.query_start_loc)
+    _query_offsets(offsets, None, geometry.spec_query_len)
+    requests = list(range(c.batch)) if c.request_indices is None else _read(c.request_indices, c.batch)
+    accepted = _read(c.num_accepted_tokens)
+    for b in range(c.batch):
+        if slots[b] <= 0 or (rows is not None and rows[b] < 0):
+            continue
+        request, length = requests[b], offsets[b + 1] - offsets[b]
+        if not 0 <= request < c.num_requests:
+            _fail("request_indices", b, f"0..{c.num_requests - 1}", request)
+        a = accepted[request]
+        if not 0 <= a <= length:
+            _fail("num_accepted_tokens", b, f"0..{length}, its query length", a)
+        if not geometry.conv_keeps_history and length > 0 and a == 0:
+            _fail("num_accepted_tokens", b, "at least 1 (this convolution layout cannot take a verify back)", a)
+        _align_values(c, b, request, length, a, geometry)
+
+
+def _align_values(c: Commit, b: int, request: int, length: int, a: int, geometry: Geometry) -> None:
+    table, counts, size = c.block_table, c.num_computed_tokens, c.mamba_block_size
+    if table is None or counts is None or size is None:
+        return
+    computed = int(counts[request])
+    if computed < 0:
+        _fail("num_computed_tokens", b, "at least 0", computed)
+    must = computed % size + length >= size or (computed > 0 and computed % size == 0)
+    eager = c.eager is not None and bool(c.eager[b])
+    if c.pending is not None and must and not eager:
+        _fail("eager", b, "set, for the window can reach a block boundary or starts on one (align_eager_mask)", eager)
+    if a == 0 or (c.pending is not None and not must and not eager):
+        return
+    column = (computed + a - 1) // size
+    if column >= table.shape[1]:
+        _fail("block_table", b, f"a column below {table.shape[1]} for the last committed token", column)
+    block = int(table[request, column])
+    if not 0 < block < geometry.num_slots:
+        _fail("block_table", b, f"an allocated block 1..{geometry.num_slots - 1} in column {column}", block)
+
+
+def _slots_and_rows(slots: list[int], rows: list[int] | None, num_slots: int, num_rows: int) -> None:
+    slot_owner: dict[int, int] = {}
+    row_owner: dict[int, int] = {}
+    for b, slot in enumerate(slots):
+        row = b if rows is None else rows[b]
+        if slot >= num_slots:
+            _fail("state_indices", b, f"below {num_slots}", slot)
+        if not -1 <= row < num_rows:
+            _fail("record_rows", b, f"-1..{num_rows - 1}", row)
+        if rows is not None and row >= 0 and slot <= 0:
+            _fail("state_indices", b, f"a live slot, since its record row is {row}", f"{slot}, the null slot")
+        if slot <= 0 or row < 0:
+            continue
+        if row in row_owner:
+            _fail("record_rows", b, f"a row of its own (batch row {row_owner[row]} has it)", row)
+        if slot in slot_owner:
+            _fail("state_indices", b, f"a slot of its own (batch row {slot_owner[slot]} has it)", slot)
+        row_owner[row], slot_owner[slot] = b, b
+
+
+def _query_offsets(offsets: list[int], num_tokens: int | None, window: int) -> None:
+    if offsets[0] != 0:
+        _fail("query_start_loc", 0, "0", offsets[0])
+    for b, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        if not begin <= end <= begin + window:
+            _fail("query_start_loc", b, f"0..{window} tokens", end - begin)
+        if num_tokens is not None and end > num_tokens:
+            _fail("query_start_loc", b, f"an end of at most {num_tokens}, the tokens given", end)
+
+
+def _pending_counts(pending: list[int], rows: list[int], window: int) -> None:
+    for b, row in enumerate(rows):
+        if row >= 0 and not 0 <= pending[row] <= window:
+            _fail("pending", b, f"0..{window} in record row {row}", pending[row])
+
+
+def open_step(correction: Tensor, rows: Rows) -> None:
+    """Note that the rows of a verify hold uncommitted records; raise RuntimeError if one of them already did."""
+    waiting = _open_rows.setdefault(correction, set())
+    record_rows = list(range(rows.batch)) if rows.record_rows is None else _read(rows.record_rows, rows.batch)
+    live = [row for row, slot in zip(record_rows, _read(rows.state_indices), strict=True) if slot > 0 and row >= 0]
+    for row in live:
+        if row in waiting:
+            raise RuntimeError(
+                f"record row {row} was verified and not committed: commit the step first (accepted 0 abandons it)"
+            )
+    waiting.update(live)
+
+
+def close_step(corrections: list[Tensor], c: Commit) -> None:
+    """The rows of a commit are committed, in every layer."""
+    record_rows = range(c.batch) if c.record_rows is None else _read(c.record_rows, c.batch)
+    for correction in corrections:
+        _open_rows.get(correction, set()).difference_update(record_rows)
+
+
+def forget_row(row: int) -> None:
+    """A record row has a new owner: what the old one left uncommitted does not matter."""
+    for waiting in _open_rows.values():
+        waiting.discard(row)
+
+
+def _read(t: Tensor, length: int | None = None) -> list[int]:
+    values: list[int] = t[:length].tolist()
+    return values
+
+
+def _fail(name: str, row: int, expected: object, got: object) -> None:
+    raise ValueError(f"{name}, row {row}: expected {expected}, got {got}")

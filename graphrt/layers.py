@@ -1,0 +1,240 @@
+"""KDA layers as the runtime sees them, and the tables through which one launch reaches all of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .checks import check_head_dim, check_lower_bound, fail
+from .records import KDARecoverSSMRecords
+from .steps import Geometry
+
+
+class KDALayerLike(Protocol):
+    """What a layer must have: an engine's own layer object can be passed as it is."""
+
+    kv_cache: Any
+    recoverssm_records: Any
+    A_log: Tensor
+    dt_bias: Tensor
+    local_num_heads: int
+    head_dim: int
+    gate_lower_bound: float | None
+
+
+@dataclass
+class KDALayer:
+    """One KDA layer's static tensors and parameters.
+
+    Any object with the first seven attributes serves as well.
+    """
+
+    kv_cache: tuple[Tensor, Tensor]
+    """Convolution state [slots, conv_dim, C] (or [slots, C, conv_dim]) and checkpoint [slots, H, V, K]."""
+    recoverssm_records: KDARecoverSSMRecords
+    A_log: Tensor
+    """[H], any floating dtype."""
+    dt_bias: Tensor
+    """[H * K], any floating dtype."""
+    local_num_heads: int
+    head_dim: int
+    gate_lower_bound: float | None
+    """Below zero for the bounded gate, None for the softplus gate."""
+    conv_weight: Tensor | None = None
+    """[conv_dim, W]"""
+    conv_bias: Tensor | None = None
+    """[conv_dim]"""
+
+
+@dataclass(frozen=True)
+class LayerStack:
+    """The tensors of L layers and int64 tables of their addresses and strides (in elements), on the device.
+
+    The lists keep the tensors alive, the tables are what kernels read. Nothing is copied: a weight update in place
+    is seen by the next fold.
+    """
+
+    conv_states: list[Tensor]
+    """[slots, conv_dim, C] views, whatever the storage order."""
+    checkpoints: list[Tensor]
+    corrections: list[Tensor]
+    key_gates: list[Tensor]
+    A_logs: list[Tensor]
+    dt_biases: list[Tensor]
+    conv_addrs: Tensor
+    conv_strides: Tensor
+    conv_dim_strides: Tensor
+    conv_column_strides: Tensor
+    checkpoint_addrs: Tensor
+    checkpoint_strides: Tensor
+    correction_addrs: Tensor
+    correction_strides: Tensor
+    key_gate_addrs: Tensor
+    key_gate_strides: Tensor
+    A_log_addrs: Tensor
+    dt_bias_addrs: Tensor
+    lower_bound: float | None
+    spec_query_len: int
+    hist: int
+    """W - 1 columns of committed convolution history."""
+    conv_keeps_history: bool
+    """C = hist + Q (a step may accept nothing), or C = hist + Q - 1 (it may not)."""
+    aligned: bool
+    """Every address is a multiple of 16 bytes and every row stride one of 16 elements."""
+
+    @property
+    def device(self) -> torch.device:
+        return self.checkpoints[0].device
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(
+            num_slots=self.checkpoints[0].shape[0],
+            num_rows=self.corrections[0].shape[0],
+            spec_query_len=self.spec_query_len,
+            conv_keeps_history=self.conv_keeps_history,
+        )
+
+    @classmethod
+    def build(
+        cls,
+        layers: Sequence[KDALayerLike],
+        *,
+        spec_query_len: int,
+        max_num_reqs: int,
+        conv_dim_first: bool = True,
+        conv_width: int | None = None,
+    ) -> "LayerStack":
+        """Check that the layers agree with each other and with the sizes, and make their tables.
+
+        Raises:
+            ValueError: naming the layer, what was expected and what came.
+        """
+        if not layers:
+            raise ValueError("layers: expected at least one KDA layer, got none")
+        for index, layer in enumerate(layers):
+            _check_layer(index, layer, layers[0], spec_query_len, max_num_reqs)
+        conv_states = [layer.kv_cache[0] for layer in layers]
+        if not conv_dim_first:
+            conv_states = [state.transpose(1, 2) for state in conv_states]
+        hist, keeps = conv_history(layers[0], conv_states[0].shape[2], spec_query_len, conv_width)
+        tensors: dict[str, list[Tensor]] = {
+            "conv": conv_states,
+            "checkpoint": [layer.kv_cache[1] for layer in layers],
+            "correction": [layer.recoverssm_records.correction for layer in layers],
+            "key_gate": [layer.recoverssm_records.key_gate for layer in layers],
+            "A_log": [layer.A_log for layer in layers],
+            "dt_bias": [layer.dt_bias for layer in layers],
+        }
+        device = tensors["checkpoint"][0].device
+
+        def table(name: str, entry: Callable[[Tensor], int]) -> Tensor:
+            return torch.tensor([entry(t) for t in tensors[name]], dtype=torch.int64, device=device)
+
+        rows = tensors["checkpoint"] + tensors["correction"] + tensors["key_gate"]
+        return cls(
+            conv_states=conv_states,
+            checkpoints=tensors["checkpoint"],
+            corrections=tensors["correction"],
+            key_gates=tensors["key_gate"],
+            A_logs=tensors["A_log"],
+            dt_biases=tensors["dt_bias"],
+            conv_addrs=table("conv", Tensor.data_ptr),
+            conv_strides=table("conv", lambda t: t.stride(0)),
+            conv_dim_strides=table("conv", lambda t: t.stride(1)),
+            conv_column_strides=table("conv", lambda t: t.stride(2)),
+            checkpoint_addrs=table("checkpoint", Tensor.data_ptr),
+            checkpoint_strides=table("checkpoint", lambda t: t.stride(0)),
+            correction_addrs=table("correction", Tensor.data_ptr),
+            correction_strides=table("correction", lambda t: t.stride(0)),
+            key_gate_addrs=table("key_gate", Tensor.data_ptr),
+            key_gate_strides=table("key_gate", lambda t: t.stride(0)),
+            A_log_addrs=table("A_log", Tensor.data_ptr),
+            dt_bias_addrs=table("dt_bias", Tensor.data_ptr),
+            lower_bound=layers[0].gate_lower_bound,
+            spec_query_len=spec_query_len,
+            hist=hist,
+            conv_keeps_history=keeps,
+            aligned=all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in rows),
+        )
+
+
+def conv_history(layer: KDALayerLike, columns: int, spec_query_len: int, conv_width: int | None) -> tuple[int, bool]:
+    """History columns `hist = W - 1`, and whether a verify keeps them (C = hist + Q) or shifts (C = hist + Q - 1).
+
+    W is `conv_width`, else the layer's `conv_weight.shape[1]`, else the rule of the engine's layout,
+    `hist = C - Q + 1`.
+    """
+    weight = getattr(layer, "conv_weight", None)
+    if conv_width is None and weight is not None:
+        conv_width = weight.shape[1]
+    if conv_width is None:
+        conv_width = columns - spec_query_len + 2
+    if conv_width < 2:
+        fail(
+            "conv_width", "at least 2", conv_width, f"convolution state has {columns} columns, window {spec_query_len}"
+        )
+    hist = conv_width - 1
+    if columns not in (hist + spec_query_len, hist + spec_query_len - 1):
+        fail(
+            "kv_cache[0]",
+            f"{hist + spec_query_len} columns (hist + Q) or {hist + spec_query_len - 1} (hist + Q - 1)",
+            f"{columns}",
+            f"conv_width {conv_width}, spec_query_len {spec_query_len}; conv_dim_first says which dimension they are",
+        )
+    return hist, columns == hist + spec_query_len
+
+
+def _check_layer(index: int, layer: KDALayerLike, first: KDALayerLike, spec_query_len: int, max_num_reqs: int) -> None:
+    name = f"layers[{index}]"
+    heads, dim = layer.local_num_heads, layer.head_dim
+    check_head_dim(f"{name}.head_dim", dim)
+    check_lower_bound(f"{name}.gate_lower_bound", layer.gate_lower_bound)
+    conv_state, checkpoint = layer.kv_cache
+    records = layer.recoverssm_records
+    if conv_state.ndim != 3:
+        fail(f"{name}.kv_cache[0]", "three dimensions [slots, conv_dim, C]", list(conv_state.shape))
+    shapes = {
+        "kv_cache[1]": (checkpoint, (checkpoint.shape[0], heads, dim, dim)),
+        "recoverssm_records.correction": (records.correction, (max_num_reqs, heads, spec_query_len, dim)),
+        "recoverssm_records.key_gate": (records.key_gate, (max_num_reqs, heads, spec_query_len, 2 * dim)),
+    }
+    for field, (tensor, expected) in shapes.items():
+        rows_suffice = tensor.ndim == 4 and tensor.shape[0] >= expected[0]
+        if not rows_suffice or tuple(tensor.shape[1:]) != expected[1:]:
+            fail(f"{name}.{field}", f"[>= {expected[0]}, {', '.join(map(str, expected[1:]))}]", list(tensor.shape))
+        if not tensor[:1].is_contiguous():
+            fail(
+                f"{name}.{field}", "contiguous within a row (only the row stride is free)", f"strides {tensor.stride()}"
+            )
+    for field, tensor, size in (("A_log", layer.A_log, heads), ("dt_bias", layer.dt_bias, heads * dim)):
+        if tensor.numel() != size or not tensor.is_contiguous():
+            fail(f"{name}.{field}", f"{size} contiguous values", f"{list(tensor.shape)} strides {tensor.stride()}")
+    _check_same(name, layer, first)
+
+
+def _check_same(name: str, layer: KDALayerLike, first: KDALayerLike) -> None:
+    """One launch serves all layers, so they agree in everything but addresses and strides."""
+
+    def facts(one: KDALayerLike) -> dict[str, object]:
+        records = one.recoverssm_records
+        tensors = {
+            "kv_cache[0]": one.kv_cache[0],
+            "kv_cache[1]": one.kv_cache[1],
+            "recoverssm_records.correction": records.correction,
+            "recoverssm_records.key_gate": records.key_gate,
+            "A_log": one.A_log,
+            "dt_bias": one.dt_bias,
+        }
+        seen: dict[str, object] = {k: f"{list(t.shape)} {t.dtype} on {t.device}" for k, t in tensors.items()}
+        device = one.kv_cache[1].device
+        stray = [k for k, t in tensors.items() if t.device != device]
+        return {**seen, "gate_lower_bound": one.gate_lower_bound, "tensors off the checkpoint's device": stray}
+
+    mine, expected = facts(layer), facts(first)
+    expected["tensors off the checkpoint's device"] = []
+    for key, value in mine.items():
+        if value != expected[key]:
+            fail(f"{name}.{key}", f"{expected[key]} (as layers[0])", value)

@@ -1,0 +1,88 @@
+"""What a step hands to the kernels: plain records of tensors, checked before they are made.
+
+Letters as everywhere: B rows of a step, T tokens, R record rows, Q the window (`spec_query_len`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a verify: which tokens, which checkpoint, which records."""
+
+    query_start_loc: Tensor
+    """[B + 1] int32: row b owns tokens `query_start_loc[b] .. query_start_loc[b + 1]`."""
+    state_indices: Tensor
+    """[B] int32: state slot, null at or below 0."""
+    record_rows: Tensor | None
+    """[>= B] int32: record row, -1 for none; without it row b has record row b."""
+    pending: Tensor | None
+    """[R] int32: records to replay first; without it, none."""
+    spec_query_len: int
+
+    @property
+    def batch(self) -> int:
+        return self.state_indices.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The arguments of one commit, as the public method takes them."""
+
+    num_accepted_tokens: Tensor
+    state_indices: Tensor
+    query_start_loc: Tensor
+    request_indices: Tensor | None
+    block_table: Tensor | None
+    num_computed_tokens: Tensor | None
+    mamba_block_size: int | None
+    record_rows: Tensor | None
+    pending: Tensor | None
+    eager: Tensor | None
+
+    @property
+    def batch(self) -> int:
+        return self.state_indices.shape[0]
+
+    @property
+    def align(self) -> bool:
+        return self.block_table is not None
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests every request-indexed tensor covers."""
+        tensors = (self.num_accepted_tokens, self.num_computed_tokens, self.block_table)
+        return min(t.shape[0] for t in tensors if t is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Static output of the plan kernels, input of the folds: one entry per batch row, [R] int32 each."""
+
+    commit_lens: Tensor
+    """Records to fold now; 0 folds nothing."""
+    final_state_indices: Tensor
+    """Slot that receives the folded state; may be the source."""
+    boundary_state_indices: Tensor
+    """Align mode: slot that receives the state at the block boundary, 0 for none."""
+    boundary_recovery_lens: Tensor
+    """Align mode: records up to that boundary, 0 for none."""
+
+    @classmethod
+    def allocate(cls, max_num_reqs: int, device: torch.device) -> "Plan":
+        """Four zeroed [max_num_reqs] int32 vectors in one allocation."""
+        return cls(*torch.zeros(4, max_num_reqs, dtype=torch.int32, device=device).unbind())
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The bounds a plan clamps to."""
+
+    num_slots: int
+    num_rows: int
+    spec_query_len: int
+    conv_keeps_history: bool
+    """Whether a verify keeps the committed convolution history, so that a step may accept nothing."""

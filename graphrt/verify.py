@@ -1,0 +1,278 @@
+"""Verify entry points of one layer: outputs for a window of draft tokens, and the records to commit it from later.
+
+The functions hold no state. A step is atomic: the verify of every layer, then one commit.
+"""
+
+import torch
+from torch import Tensor
+
+from . import backends, checked
+from .checks import (
+    FLOATS,
+    check_head_dim,
+    check_index,
+    check_inner,
+    check_lower_bound,
+    check_scratch_row,
+    check_tensor,
+    fail,
+)
+from .errors import error_counter
+from .launch import launch
+from .records import KDARecoverSSMRecords
+from .steps import Rows
+
+INT32_MAX = 2**31 - 1
+
+
+def kda_recoverssm_verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    raw_g: Tensor,
+    raw_beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float | None,
+    checkpoint_state: Tensor,
+    records: KDARecoverSSMRecords,
+    query_start_loc: Tensor,
+    state_indices: Tensor,
+    spec_query_len: int,
+    out: Tensor | None = None,
+    *,
+    record_rows: Tensor | None = None,
+    backend: str = "auto",
+    check: bool | None = None,
+) -> Tensor:
+    """Stock verify: outputs of each row's window from its checkpoint, which is only read, and the window's records.
+
+    For head h and token t, with k, q scaled to unit length (and q by K ** -0.5), beta = sigmoid(raw_beta):
+
+        S <- S * exp(g_t);  u_t = beta_t (v_t - S k_t);  S <- S + u_t k_t^T;  o_t = S q_t
+
+    Args:
+        q, k, raw_g: [1, T, H, K]; k and raw_g in the dtype of `records.key_gate`.
+        v: [1, T, H, V]. raw_beta: [1, T, H]. Any token stride, last two dimensions contiguous.
+        A_log: [H]. dt_bias: [H * K]. lower_bound: of the gate, None for the softplus gate.
+        checkpoint_state: [slots, H, V, K], contiguous within a slot.
+        records: row `record_rows[b]` (or b) receives (u_t, k_t, raw_g_t); row -1 is the scratch row.
+        query_start_loc: [B + 1] int32; row b owns tokens `query_start_loc[b] .. [b + 1]`, 0 to Q of them.
+        state_indices: [B] int32; a null slot gives zero outputs and touches nothing.
+        spec_query_len: Q.
+        out: [1, T, H, V], else made in the dtype of v. Tokens of no live row are zero in it.
+        record_rows: [>= B] int32.
+        backend: "auto", "fp32_deferred", "triton" or "torch".
+        check: True reads and checks all values first; None leaves it to GRAPHRT_CHECK.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: naming the argument, before anything is launched.
+    """
+    rows = Rows(query_start_loc, state_indices, record_rows, None, spec_query_len)
+    inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint_state, records)
+    return _verify("graphrt.verify", *inputs, rows, out, backend, check)
+
+
+def kda_deferred_verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    raw_g: Tensor,
+    raw_beta: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float | None,
+    checkpoint_state: Tensor,
+    records: KDARecoverSSMRecords,
+    query_start_loc: Tensor,
+    state_indices: Tensor,
+    spec_query_len: int,
+    out: Tensor | None = None,
+    *,
+    record_rows: Tensor,
+    pending: Tensor,
+    backend: str = "auto",
+    check: bool | None = None,
+) -> Tensor:
+    """Deferred verify: replay `pending[row]` records into the checkpoint, then the stock verify, in one pass.
+
+    The folded state is written back in place where there was something to fold, and the row's records are overwritten
+    by those of this window. A live row without tokens is folded all the same. Row -1 with a live-looking slot reads
+    the checkpoint and writes only the scratch row.
+
+    Args and errors as `kda_recoverssm_verify`, and
+        record_rows: [>= B] int32. pending: [R] int32, by record row; only read (the commit rewrites it).
+    """
+    if record_rows is None or pending is None:
+        missing = "record_rows" if record_rows is None else "pending"
+        fail(
+            missing,
+            "a tensor: a deferred verify replays pending[record_rows[b]]",
+            None,
+            "kda_recoverssm_verify replays nothing",
+        )
+    rows = Rows(query_start_loc, state_indices, record_rows, pending, spec_query_len)
+    inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint_state, records)
+    return _verify("graphrt.deferred_verify", *inputs, rows, out, backend, check)
+
+
+def kda_conv_verify(
+    x: Tensor,
+    conv_state: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    query_start_loc: Tensor,
+    state_indices: Tensor,
+    spec_query_len: int,
+    out: Tensor | None = None,
+    *,
+    record_rows: Tensor | None = None,
+    pending: Tensor | None = None,
+    conv_dim_first: bool = True,
+    backend: str = "auto",
+    check: bool | None = None,
+) -> Tensor:
+    """Short causal convolution and silu over each row's window; keeps the window's inputs behind the history.
+
+        y_t[d] = silu(bias[d] + sum_w weight[d, w] * x_{t - W + 1 + w}[d])
+
+    With n = pending[row] the committed history starts n columns on (max(n - 1, 0) in the layout C = W - 1 + Q - 1);
+    it is compacted to columns [0, W - 1) first, also for a live row without tokens.
+
+    Args:
+        x: [T, conv_dim], any token stride. conv_weight: [conv_dim, W]. conv_bias: [conv_dim] or None.
+        conv_state: [slots, conv_dim, C] (or [slots, C, conv_dim]) in the dtype of x, C = W - 1 + Q or one less.
+        query_start_loc, state_indices, spec_query_len, record_rows, pending: as in the verifies. Without
+            `record_rows` every live slot is written; with it, row -1 writes nothing.
+        out: [T, conv_dim], not x itself; tokens of no live row are zero in it.
+
+    Returns:
+        out.
+
+    Raises:
+        ValueError: naming the argument, before anything is launched.
+    """
+    rows = Rows(query_start_loc, state_indices, record_rows, pending, spec_query_len)
+    device = conv_state.device
+    state = conv_state if conv_dim_first or conv_state.ndim != 3 else conv_state.transpose(1, 2)
+    check_tensor("conv_state", state, (None, None, None), FLOATS, device)
+    check_tensor("x", x, (None, state.shape[1]), (conv_state.dtype,), device)
+    check_inner("x", x, 1)
+    check_tensor("conv_weight", conv_weight, (state.shape[1], None), FLOATS, device)
+    if conv_bias is not None:
+        check_tensor("conv_bias", conv_bias, (state.shape[1],), FLOATS, device)
+        check_inner("conv_bias", conv_bias, 1)
+    hist = conv_weight.shape[1] - 1
+    keeps_history = state.shape[2] == hist + spec_query_len
+    if hist < 1:
+        fail("conv_weight", "a width of at least 2", conv_weight.shape[1])
+    if state.shape[2] not in (hist + spec_query_len, hist + spec_query_len - 1):
+        columns = f"{hist + spec_query_len} or {hist + spec_query_len - 1} columns (W - 1 + Q, or one less)"
+        fail("conv_state", columns, state.shape[2], f"W {hist + 1}, spec_query_len {spec_query_len}, {conv_dim_first=}")
+    _check_rows(rows, device, None)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    check_tensor("out", out, tuple(x.shape), FLOATS, device)
+    check_inner("out", out, 1)
+    if x.numel() and out.data_ptr() == x.data_ptr():
+        fail("out", "its own memory", "that of x", "a token's output would overwrite the next token's input")
+    num_rows = INT32_MAX if pending is None else pending.shape[0]
+    if checked.enabled(check):
+        checked.row_values(rows, x.shape[0], state.shape[0], num_rows)
+    choice = backends.choose(backend, state, None)
+    run = choice.backend.conv_verify
+    launch("graphrt.conv_verify", _counted(run), x, state, conv_weight, conv_bias, rows, keeps_history, num_rows, out)
+    return out
+
+
+def _verify(
+    name: str, q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, A_log: Tensor, dt_bias: Tensor,
+    lower_bound: float | None, checkpoint: Tensor, records: KDARecoverSSMRecords, rows: Rows, out: Tensor | None,
+    backend: str, check: bool | None,
+) -> Tensor:  # fmt: skip
+    if out is None:
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    _check_activations(q, k, v, raw_g, raw_beta, checkpoint, records, out)
+    _check_parameters(A_log, dt_bias, lower_bound, checkpoint)
+    _check_records(records, checkpoint, rows)
+    _check_rows(rows, checkpoint.device, records.correction.shape[0])
+    if checked.enabled(check):
+        checked.row_values(rows, q.shape[1], checkpoint.shape[0], records.correction.shape[0])
+        checked.open_step(records.correction, rows)
+    choice = backends.choose(backend, checkpoint, lower_bound)
+    inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint, records, rows, out)
+    launch(name, _counted(choice.backend.verify), *inputs)
+    return out
+
+
+def _counted(run):
+    """`run` with the device's error counter behind its other arguments, whose last is the output."""
+
+    def counted(*args):
+        run(*args, error_counter(args[-1].device))
+
+    return counted
+
+
+def _check_activations(
+    q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, checkpoint: Tensor, records: KDARecoverSSMRecords,
+    out: Tensor,
+) -> None:  # fmt: skip
+    device = checkpoint.device
+    check_tensor("checkpoint_state", checkpoint, (None, None, None, None), FLOATS, device)
+    _, heads, value_dim, key_dim = checkpoint.shape
+    check_head_dim("checkpoint_state head_dim", key_dim)
+    if value_dim != key_dim:
+        fail("checkpoint_state", "V = K in [slots, H, V, K]", list(checkpoint.shape))
+    check_inner("checkpoint_state", checkpoint, 3)
+    check_tensor("q", q, (1, None, heads, key_dim), FLOATS, device)
+    tokens, kept = q.shape[1], (records.key_gate.dtype,)
+    check_tensor("k", k, (1, tokens, heads, key_dim), kept, device)
+    check_tensor("v", v, (1, tokens, heads, value_dim), FLOATS, device)
+    check_tensor("raw_g", raw_g, (1, tokens, heads, key_dim), kept, device)
+    check_tensor("raw_beta", raw_beta, (1, tokens, heads), FLOATS, device)
+    check_tensor("out", out, (1, tokens, heads, value_dim), FLOATS, device)
+    for name, t in (("q", q), ("k", k), ("v", v), ("raw_g", raw_g), ("out", out)):
+        check_inner(name, t, 2)
+    check_inner("raw_beta", raw_beta, 1)
+
+
+def _check_parameters(A_log: Tensor, dt_bias: Tensor, lower_bound: float | None, checkpoint: Tensor) -> None:
+    _, heads, _, key_dim = checkpoint.shape
+    for name, t, size in (("A_log", A_log, heads), ("dt_bias", dt_bias, heads * key_dim)):
+        if t.numel() != size or not t.is_contiguous() or t.dtype not in FLOATS:
+            fail(name, f"{size} contiguous floating values", f"{list(t.shape)} {t.dtype} strides {t.stride()}")
+        if t.device != checkpoint.device:
+            fail(name, f"a tensor on {checkpoint.device}, like the checkpoints", f"one on {t.device}")
+    check_lower_bound("lower_bound", lower_bound)
+
+
+def _check_records(records: KDARecoverSSMRecords, checkpoint: Tensor, rows: Rows) -> None:
+    _, heads, value_dim, key_dim = checkpoint.shape
+    wide = torch.float64 if checkpoint.dtype == torch.float64 else torch.float32
+    window, device = rows.spec_query_len, checkpoint.device
+    check_tensor("records.correction", records.correction, (None, heads, window, value_dim), (wide,), device)
+    count = records.correction.shape[0]
+    check_tensor("records.key_gate", records.key_gate, (count, heads, window, 2 * key_dim), FLOATS, device)
+    for name, t in (("records.correction", records.correction), ("records.key_gate", records.key_gate)):
+        check_inner(name, t, 3)
+        if rows.record_rows is not None:
+            check_scratch_row(name, t)
+
+
+def _check_rows(rows: Rows, device: torch.device, num_rows: int | None) -> None:
+    """Index vectors of a step; `num_rows` is R where the operation has records."""
+    if rows.pending is not None and rows.record_rows is None:
+        fail("record_rows", "the record row of each row, since pending is given", None)
+    batch = rows.batch
+    check_index("state_indices", rows.state_indices, batch, device)
+    check_index("query_start_loc", rows.query_start_loc, batch + 1, device, exactly=True)
+    if rows.record_rows is not None:
+        check_index("record_rows", rows.record_rows, batch, device)
+    elif num_rows is not None and batch > num_rows:
+        fail("state_indices", f"at most {num_rows} rows, the record rows", batch, "or give record_rows")
+    if rows.pending is not None:
+        check_index("pending", rows.pending, num_rows or 1, device, exactly=num_rows is not None)

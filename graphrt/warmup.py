@@ -1,0 +1,37 @@
+"""Compile every Triton variant of a context before anything is captured, by running each once on a null row."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .errors import error_counter
+from .records import KDARecoverSSMRecords
+from .steps import Commit, Rows
+
+if TYPE_CHECKING:
+    from .context import KDARecoverSSMCommitContext
+
+
+def compile_variants(context: "KDARecoverSSMCommitContext") -> None:
+    """Run plan, folds and verify on one null row, in every variant a later call can need. Changes no state."""
+    if context.backend == "torch":
+        return
+    stack, device = context.stack, context.stack.device
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    none = torch.full((1,), -1, dtype=torch.int32, device=device)
+    offsets = torch.zeros(2, dtype=torch.int32, device=device)
+    pending = torch.zeros(stack.geometry.num_rows, dtype=torch.int32, device=device)
+    for table in (None, zero[:, None]):
+        align = (None, None) if table is None else (zero, stack.spec_query_len)
+        for eager in (None, torch.ones(1, dtype=torch.uint8, device=device)):
+            context._run_commit(Commit(zero, zero, offsets, None, table, *align, none, pending, eager))
+    context._run_fold_pending(zero, none, pending, True)
+
+    _, heads, value_dim, key_dim = stack.checkpoints[0].shape
+    token = torch.zeros(1, 1, heads, key_dim, dtype=stack.key_gates[0].dtype, device=device)
+    context.choice.backend.verify(
+        token, token, token[..., :value_dim], token, token[..., 0], stack.A_logs[0], stack.dt_biases[0],
+        stack.lower_bound,
+        stack.checkpoints[0], KDARecoverSSMRecords(stack.corrections[0], stack.key_gates[0]),
+        Rows(offsets, zero, none, pending, stack.spec_query_len), torch.empty_like(token), error_counter(device),
+    )  # fmt: skip

@@ -1,0 +1,199 @@
+"""Short causal convolution of a window, and the compaction of its history (Triton).
+
+    y_t[d] = silu(bias[d] + sum_w weight[d, w] * x_{t - hist + w}[d])        hist = W - 1
+
+Inputs before the window are the committed history of the row's slot, hist columns from column `start`. Layouts of a
+slot's C columns (design section 3.2), after a window of `length` tokens:
+
+    C = hist + Q      [0, hist) history   [hist + t] = x_t         after n accepted the history starts at n
+    C = hist + Q - 1  [0, hist - 1) history without its oldest, [hist - 1 + t] = x_t         ... at max(n - 1, 0)
+
+Programs own a block of channels of one row (and layer): nobody else touches those columns, and a block barrier keeps
+the last read before the first write.
+
+Not checked on the device: live slots are unique within the step.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..errors import ErrorKind
+from ..layers import LayerStack
+from ..steps import Plan, Rows
+from .fold import table_pointer, table_stride
+from .recurrence import NO_CONTRACTION, count_error
+from .verify import clear_tokens, live_row, pending_of, query_range
+
+BLOCK_D = 256
+_QUERY_LEN = tl.constexpr(int(ErrorKind.QUERY_LEN))
+
+_VOLATILE = [
+    "num_tokens", "batch", "num_slots", "num_rows", "spec_query_len", "has_rows", "has_pending",
+    "qsl_stride", "slot_stride", "row_stride", "pending_stride",
+]  # fmt: skip
+_INDEX_POINTERS = ["qsl_ptr", "state_indices_ptr", "record_rows_ptr", "pending_ptr", "errors_ptr"]
+
+
+@triton.jit
+def history_start(n, KEEPS_HISTORY: tl.constexpr):
+    """Column at which the committed history starts after n accepted tokens."""
+    if KEEPS_HISTORY:
+        return n
+    else:
+        return tl.maximum(n - 1, 0)
+
+
+@triton.jit(do_not_specialize=_VOLATILE, do_not_specialize_on_alignment=_INDEX_POINTERS)
+def graphrt_conv_verify_kernel(
+    x_ptr,              # [T, D]
+    conv_ptr,           # [slots, D, C], any strides
+    weight_ptr,         # [D, W]
+    bias_ptr,           # [D] or None
+    out_ptr,            # [T, D]
+    qsl_ptr, state_indices_ptr, record_rows_ptr, pending_ptr, errors_ptr,
+    num_tokens, batch, num_slots, num_rows, spec_query_len, has_rows, has_pending,
+    qsl_stride, slot_stride, row_stride, pending_stride,
+    x_stride, out_stride, conv_stride, dim_stride, column_stride, weight_dim_stride, weight_stride,
+    D, W: tl.constexpr, BLOCK_H: tl.constexpr, KEEPS_HISTORY: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    i_d, i_b = tl.program_id(0), tl.program_id(1)
+    hist: tl.constexpr = W - 1
+    o_d = i_d * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_d = o_d < D
+    if i_b == batch:
+        end = tl.load(qsl_ptr + batch * qsl_stride)
+        end = tl.minimum(tl.maximum(end, 0), num_tokens)
+        clear_tokens(out_ptr, end, num_tokens, out_stride, o_d, mask_d, 16)
+        return
+
+    begin, end, valid = query_range(qsl_ptr, i_b, qsl_stride, num_tokens)
+    first = i_d == 0
+    slot, row = live_row(
+        state_indices_ptr,
+        record_rows_ptr,
+        i_b,
+        slot_stride,
+        row_stride,
+        num_slots,
+        num_rows,
+        has_rows,
+        errors_ptr,
+        first,
+    )
+    count_error(errors_ptr, _QUERY_LEN, first & ((valid == 0) | (end - begin > spec_query_len)))
+    if slot == 0:
+        clear_tokens(out_ptr, begin, end, out_stride, o_d, mask_d, 16)
+        return
+
+    length = tl.minimum(end - begin, spec_query_len)
+    clear_tokens(out_ptr, begin + length, end, out_stride, o_d, mask_d, 16)
+    n = pending_of(pending_ptr, row, pending_stride, spec_query_len, has_pending, errors_ptr, first)
+    if (n == 0) & (length == 0):
+        return
+
+    start = history_start(n, KEEPS_HISTORY)
+    p_state = conv_ptr + slot.to(tl.int64) * conv_stride + o_d.to(tl.int64) * dim_stride
+    p_x = x_ptr + begin.to(tl.int64) * x_stride + o_d
+    p_out = out_ptr + begin.to(tl.int64) * out_stride + o_d
+    o_h = tl.arange(0, BLOCK_H)
+    mask_h = mask_d[:, None] & (o_h[None, :] < hist)
+    b_history = tl.load(p_state[:, None] + (start + o_h)[None, :] * column_stride, mask=mask_h)  # [BLOCK_D, BLOCK_H]
+    for t in range(length):
+        b_y = tl.zeros((BLOCK_D,), dtype=tl.float32)
+        if bias_ptr is not None:
+            b_y += tl.load(bias_ptr + o_d, mask=mask_d, other=0.0).to(tl.float32)
+        for w in tl.static_range(W):
+            # A vector, not a scalar: the interpreter wants masks that are tensors.
+            o_t = tl.zeros((BLOCK_D,), dtype=tl.int32) + (t - hist + w)
+            b_old = tl.load(p_state + (start + hist + o_t) * column_stride, mask=mask_d & (o_t < 0), other=0.0)
+            b_new = tl.load(p_x + o_t * x_stride, mask=mask_d & (o_t >= 0), other=0.0)
+            b_w = tl.load(weight_ptr + o_d * weight_dim_stride + w * weight_stride, mask=mask_d, other=0.0)
+            b_y += b_w.to(tl.float32) * tl.where(o_t < 0, b_old.to(tl.float32), b_new.to(tl.float32))
+        b_y = b_y / (1.0 + tl.exp(-b_y))
+        tl.store(p_out + t * out_stride, b_y.to(out_ptr.dtype.element_ty), mask=mask_d)
+
+    # A dummy row (record row -1) reads a live-looking slot but never writes it.
+    if (has_rows != 0) & (row < 0):
+        return
+    tl.debug_barrier()
+    shift = 0
+    if not KEEPS_HISTORY:
+        shift = tl.where(length > 0, 1, 0)
+    keep = mask_h & (o_h[None, :] >= shift)
+    tl.store(p_state[:, None] + (o_h - shift)[None, :] * column_stride, b_history, mask=keep)
+    for t in range(length):
+        b_x = tl.load(p_x + t * x_stride, mask=mask_d)
+        tl.store(p_state + (hist - shift + t) * column_stride, b_x, mask=mask_d)
+
+
+@triton.jit(do_not_specialize=["slot_stride"], do_not_specialize_on_alignment=["state_indices_ptr"])
+def graphrt_compact_conv_kernel(
+    conv_like,           # element type only
+    conv_addrs, conv_strides, dim_strides, column_strides,  # [L] int64
+    commit_lens_ptr, final_ptr, boundary_ptr, boundary_lens_ptr,  # [R] int32
+    state_indices_ptr,   # [B] int32
+    slot_stride,
+    D, HIST: tl.constexpr, BLOCK_H: tl.constexpr, KEEPS_HISTORY: tl.constexpr, ALIGN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Move the history after the accepted tokens to columns [0, hist) of the destination. Grid (D / BLOCK_D, B, L)."""
+    i_d, i_b, i_layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = tl.load(commit_lens_ptr + i_b)
+    if n <= 0:
+        return
+    source = tl.load(state_indices_ptr + i_b * slot_stride).to(tl.int64)
+    final = tl.load(final_ptr + i_b).to(tl.int64)
+    o_d = (i_d * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+    o_h = tl.arange(0, BLOCK_H)
+    mask = (o_d[:, None] < D) & (o_h[None, :] < HIST)
+    stride = table_stride(conv_strides, i_layer, False)
+    column = table_stride(column_strides, i_layer, False)
+    p = table_pointer(conv_addrs, i_layer, conv_like, False)
+    p += o_d[:, None] * table_stride(dim_strides, i_layer, False) + o_h[None, :] * column
+
+    b_final = tl.load(p + source * stride + history_start(n, KEEPS_HISTORY) * column, mask=mask)
+    if ALIGN:
+        boundary = tl.load(boundary_ptr + i_b).to(tl.int64)
+        at = history_start(tl.load(boundary_lens_ptr + i_b), KEEPS_HISTORY)
+        b_boundary = tl.load(p + source * stride + at * column, mask=mask & (boundary > 0))
+        tl.debug_barrier()
+        tl.store(p + boundary * stride, b_boundary, mask=mask & (boundary > 0))
+    tl.debug_barrier()
+    tl.store(p + final * stride, b_final, mask=mask)
+
+
+def conv_verify(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, keeps_history: bool, num_rows: int,
+    out: Tensor, errors: Tensor,
+) -> None:  # fmt: skip
+    """Launch a checked convolution verify; `conv_state` is the [slots, conv_dim, C] view of either storage order."""
+    (num_tokens, conv_dim), width, batch = x.shape, weight.shape[1], rows.batch
+    if num_tokens == 0 and batch == 0:
+        return
+    record_rows = rows.state_indices if rows.record_rows is None else rows.record_rows
+    pending = rows.state_indices if rows.pending is None else rows.pending
+    graphrt_conv_verify_kernel[(triton.cdiv(conv_dim, BLOCK_D), batch + 1)](
+        x, conv_state, weight, bias, out, rows.query_start_loc, rows.state_indices, record_rows, pending, errors,
+        num_tokens=num_tokens, batch=batch, num_slots=conv_state.shape[0], num_rows=num_rows,
+        spec_query_len=rows.spec_query_len, has_rows=int(rows.record_rows is not None),
+        has_pending=int(rows.pending is not None), qsl_stride=rows.query_start_loc.stride(0),
+        slot_stride=rows.state_indices.stride(0), row_stride=record_rows.stride(0), pending_stride=pending.stride(0),
+        x_stride=x.stride(0), out_stride=out.stride(0), conv_stride=conv_state.stride(0),
+        dim_stride=conv_state.stride(1), column_stride=conv_state.stride(2),
+        weight_dim_stride=weight.stride(0), weight_stride=weight.stride(1),
+        D=conv_dim, W=width, BLOCK_H=triton.next_power_of_2(width - 1), KEEPS_HISTORY=keeps_history,
+        BLOCK_D=BLOCK_D, num_warps=4, **NO_CONTRACTION,
+    )  # fmt: skip
+
+
+def compact_conv(stack: LayerStack, plan: Plan, state_indices: Tensor, align: bool) -> None:
+    """Run a written plan over the convolution states of every layer, on the current stream."""
+    conv_dim = stack.conv_states[0].shape[1]
+    graphrt_compact_conv_kernel[(triton.cdiv(conv_dim, BLOCK_D), state_indices.shape[0], len(stack.conv_states))](
+        stack.conv_states[0], stack.conv_addrs, stack.conv_strides, stack.conv_dim_strides, stack.conv_column_strides,
+        plan.commit_lens, plan.final_state_indices, plan.boundary_state_indices, plan.boundary_recovery_lens,
+        state_indices, slot_stride=state_indices.stride(0), D=conv_dim, HIST=stack.hist,
+        BLOCK_H=triton.next_power_of_2(stack.hist), KEEPS_HISTORY=stack.conv_keeps_history, ALIGN=align,
+        BLOCK_D=BLOCK_D, num_warps=4, **NO_CONTRACTION,
+    )  # fmt: skip

@@ -1,0 +1,388 @@
+"""Every operation in plain torch: the readable specification, and the backend of machines without a GPU.
+
+Batched over rows, one Python iteration a token. Nothing here reads a value on the host, so it can be captured like
+any other backend. Arithmetic is FP32, or FP64 where the checkpoint pool is FP64. All reductions over K go through
+`tree_sum`, whose bits do not depend on the batch, and commit, flush, drain and replay all use `fold_records`.
+
+A row that must not write is sent to slot 0 (null: holds no state) with the bytes that are there already, or to the
+scratch record row.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..errors import ErrorKind
+from ..layers import LayerStack
+from ..records import KDARecoverSSMRecords
+from ..steps import Commit, Geometry, Plan, Rows
+
+
+def tree_sum(x: Tensor) -> Tensor:
+    """Sum over the last dimension (a power of two), halving it: the same bits whatever the other dimensions are."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x[..., 0]
+
+
+def normalized(x: Tensor) -> Tensor:
+    """x / sqrt(sum(x^2) + 1e-6) over the last dimension."""
+    return x / (tree_sum(x * x) + 1e-6).sqrt()[..., None]
+
+
+def decay(raw_g: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
+    """exp(g) of raw gates [..., H, K]; A_log [H], dt_bias [H * K]."""
+    a = A_log.flatten().to(raw_g.dtype).exp()[:, None]
+    x = raw_g + dt_bias.to(raw_g.dtype).view(raw_g.shape[-2:])
+    g = -a * F.softplus(x) if lower_bound is None else lower_bound * torch.sigmoid(a * x)
+    return g.exp()
+
+
+def fold_records(
+    S: Tensor,         # [B, H, V, K]
+    u: Tensor,         # [B, H, Q, V]
+    key_gate: Tensor,  # [B, H, Q, 2K]
+    begin: Tensor, end: Tensor,  # [B]
+    A_log: Tensor, dt_bias: Tensor, lower_bound: float | None,
+) -> Tensor:  # fmt: skip
+    """S after records begin..end-1 of each row, token by token: the one fold of this backend."""
+    key_dim = S.shape[-1]
+    for t in range(u.shape[2]):
+        active = (t >= begin) & (t < end)
+        # Records past `end` belong to rejected drafts and may hold anything.
+        record = torch.where(active[:, None, None], key_gate[:, :, t], 0).to(S.dtype)
+        u_t = torch.where(active[:, None, None], u[:, :, t], 0).to(S.dtype)
+        k = normalized(record[..., :key_dim])
+        d = decay(record[..., key_dim:], A_log, dt_bias, lower_bound)
+        folded = S * d[:, :, None, :] + u_t[..., None] * k[:, :, None, :]
+        S = torch.where(active[:, None, None, None], folded, S)
+    return S
+
+
+def add_errors(errors: Tensor, kind: ErrorKind, mask: Tensor) -> None:
+    """Count the set entries of `mask` under one kind."""
+    errors[kind].add_(mask.sum().to(torch.int32))
+
+
+def _arithmetic_dtype(pool: Tensor) -> torch.dtype:
+    return torch.float64 if pool.dtype == torch.float64 else torch.float32
+
+
+def _with_scratch(records: Tensor) -> Tensor:
+    """[R + 1, ...] view in which row r is entry r + 1 and the scratch row entry 0."""
+    return records.as_strided(
+        (records.shape[0] + 1, *records.shape[1:]), records.stride(), records.storage_offset() - records.stride(0)
+    )
+
+
+def _query_ranges(rows: Rows, num_tokens: int, errors: Tensor) -> tuple[Tensor, Tensor]:
+    """First token and end of each row [B], clamped to 0..T; not yet cut to Q."""
+    offsets = rows.query_start_loc.long()
+    begin = offsets[:-1].clamp(0, num_tokens)
+    end = torch.maximum(offsets[1:].clamp(0, num_tokens), begin)
+    changed = (begin != offsets[:-1]) | (end != offsets[1:]) | (end - begin > rows.spec_query_len)
+    add_errors(errors, ErrorKind.QUERY_LEN, changed)
+    return begin, end
+
+
+def _live_rows(rows: Rows, num_slots: int, num_rows: int, errors: Tensor) -> tuple[Tensor, Tensor]:
+    """Slot (0: null) and record row (-1: none) of each batch row, as int64 [B]."""
+    slot = rows.state_indices.long()
+    add_errors(errors, ErrorKind.SLOT, slot >= num_slots)
+    slot = torch.where((slot > 0) & (slot < num_slots), slot, 0)
+    if rows.record_rows is None:
+        return slot, torch.arange(rows.batch, device=slot.device)
+    row = rows.record_rows[: rows.batch].long()
+    stray = (row < -1) | (row >= num_rows)
+    add_errors(errors, ErrorKind.ROW, stray & (slot > 0))
+    return slot, torch.where(stray, -1, row)
+
+
+def _pending_of(rows: Rows, row: Tensor, errors: Tensor) -> Tensor:
+    """Records to replay of each row [B], 0 for row -1."""
+    if rows.pending is None:
+        return torch.zeros_like(row)
+    n = torch.where(row >= 0, rows.pending[row.clamp(min=0)].long(), 0)
+    add_errors(errors, ErrorKind.PENDING, (n < 0) | (n > rows.spec_query_len))
+    return n.clamp(0, rows.spec_query_len)
+
+
+def _gather_tokens(x: Tensor, begin: Tensor, length: Tensor, window: int) -> Tensor:
+    """[B, Q, ...] of the tokens of each row, zero past `length`."""
+    o_t = torch.arange(window, device=x.device)
+    valid = o_t < length[:, None]
+    if x.shape[0] == 0:
+        return x.new_zeros(*valid.shape, *x.shape[1:])
+    picked = x[(begin[:, None] + o_t).clamp(max=x.shape[0] - 1)]
+    return torch.where(valid.view(*valid.shape, *([1] * (x.ndim - 1))), picked, 0)
+
+
+def _scatter_tokens(out: Tensor, values: Tensor, begin: Tensor, length: Tensor) -> None:
+    """out[token] = values[row, t] for the tokens of each row [B, Q, ...], zero for tokens that belong to no row."""
+    tokens = torch.arange(out.shape[0], device=out.device)
+    owned = (tokens >= begin[:, None]) & (tokens < (begin + length)[:, None])  # [B, T]
+    if values.shape[0] == 0:
+        out.zero_()
+        return
+    row = owned.int().argmax(0)
+    t = (tokens - begin[row]).clamp(0, values.shape[1] - 1)
+    covered = owned.any(0).view(-1, *([1] * (out.ndim - 1)))
+    out.copy_(torch.where(covered, values[row, t], 0))
+
+
+def verify(
+    q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, A_log: Tensor, dt_bias: Tensor,
+    lower_bound: float | None, checkpoint: Tensor, records: KDARecoverSSMRecords, rows: Rows, out: Tensor,
+    errors: Tensor,
+) -> None:  # fmt: skip
+    """Replay pending records, then one window of the recurrence for each row (design sections 2 and 3.1)."""
+    dtype, window, num_tokens = _arithmetic_dtype(checkpoint), rows.spec_query_len, q.shape[1]
+    begin, end = _query_ranges(rows, num_tokens, errors)
+    slot, row = _live_rows(rows, checkpoint.shape[0], records.correction.shape[0], errors)
+    n = torch.where(slot > 0, _pending_of(rows, torch.where(slot > 0, row, -1), errors), 0)
+    length = torch.where(slot > 0, (end - begin).clamp(max=window), 0)
+
+    scratch = rows.record_rows is not None
+    correction = _with_scratch(records.correction) if scratch else records.correction
+    key_gate = _with_scratch(records.key_gate) if scratch else records.key_gate
+    entry = torch.where(slot > 0, row + 1, 0) if scratch else row
+
+    S = checkpoint[slot].to(dtype)
+    S = fold_records(S, correction[entry], key_gate[entry], torch.zeros_like(n), n, A_log, dt_bias, lower_bound)
+    S = S.to(checkpoint.dtype)  # a 16-bit pool rounds once here, and the window reads what the pool holds
+    replayed = n > 0
+    target = torch.where(replayed, slot, 0)
+    checkpoint[target] = torch.where(replayed[:, None, None, None], S, checkpoint[target])
+
+    raw_k, raw_gate = (_gather_tokens(x[0], begin, length, window) for x in (k, raw_g))
+    value = _gather_tokens(v[0], begin, length, window).to(dtype)
+    beta = torch.sigmoid(_gather_tokens(raw_beta[0], begin, length, window).to(dtype))
+    key = normalized(raw_k.to(dtype))
+    query = normalized(_gather_tokens(q[0], begin, length, window).to(dtype)) * q.shape[-1] ** -0.5
+    S, outputs, corrections = S.to(dtype), [], []
+    for t in range(window):
+        S = S * decay(raw_gate[:, t].to(dtype), A_log, dt_bias, lower_bound)[:, :, None, :]
+        u = beta[:, t, :, None] * (value[:, t] - tree_sum(S * key[:, t, :, None, :]))
+        S = S + u[..., None] * key[:, t, :, None, :]
+        outputs.append(tree_sum(S * query[:, t, :, None, :]))
+        corrections.append(u)
+    _scatter_tokens(out[0], torch.stack(outputs, 1).to(out.dtype), begin, length)
+
+    fresh = (torch.arange(window, device=length.device) < length[:, None])[:, None, :, None]  # [B, 1, Q, 1]
+    correction[entry] = torch.where(fresh, torch.stack(corrections, 2).to(correction.dtype), correction[entry])
+    kept = torch.cat((raw_k, raw_gate), -1).transpose(1, 2)
+    key_gate[entry] = torch.where(fresh, kept, key_gate[entry])
+
+
+def conv_verify(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, keeps_history: bool, num_rows: int,
+    out: Tensor, errors: Tensor,
+) -> None:  # fmt: skip
+    """Causal convolution with silu over each row's window, and the convolution state after it (design section 3.2)."""
+    window, hist, num_tokens = rows.spec_query_len, weight.shape[1] - 1, x.shape[0]
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    begin, end = _query_ranges(rows, num_tokens, errors)
+    slot, row = _live_rows(rows, conv_state.shape[0], num_rows, errors)
+    n = torch.where(slot > 0, _pending_of(rows, torch.where(slot > 0, row, -1), errors), 0)
+    length = torch.where(slot > 0, (end - begin).clamp(max=window), 0)
+
+    state = conv_state[slot]  # [B, D, C]
+    history = _history(state, n, hist, keeps_history)
+    inputs = _gather_tokens(x, begin, length, window).transpose(1, 2)  # [B, D, Q]
+    sequence = torch.cat((history, inputs), 2).to(dtype)
+    y = torch.zeros_like(sequence[..., :window])
+    if bias is not None:
+        y = y + bias.to(dtype)[:, None]
+    for w in range(hist + 1):
+        y = y + weight[:, w].to(dtype)[:, None] * sequence[..., w : w + window]
+    _scatter_tokens(out, F.silu(y).transpose(1, 2).to(out.dtype), begin, length)
+
+    # Column c of the new state is entry c + shift of (history, inputs), up to the last input.
+    shift = torch.zeros_like(length) if keeps_history else (length > 0).long()
+    column = torch.arange(state.shape[2], device=state.device)
+    entry = column + shift[:, None]
+    written = (entry < (hist + length)[:, None])[:, None, :]
+    entry = entry.clamp(max=hist + window - 1)[:, None, :].expand_as(state)
+    state = torch.where(written, torch.cat((history, inputs), 2).gather(2, entry), state)
+    writes = (slot > 0) & (row >= 0) if rows.record_rows is not None else slot > 0
+    target = torch.where(writes, slot, 0)
+    conv_state[target] = torch.where(writes[:, None, None], state, conv_state[target])
+
+
+def _history(state: Tensor, n: Tensor, hist: int, keeps_history: bool) -> Tensor:
+    """[B, D, hist]: the committed history after n accepted tokens, out of state [B, D, C]."""
+    start = n if keeps_history else (n - 1).clamp(min=0)
+    column = start[:, None] + torch.arange(hist, device=state.device)
+    return state.gather(2, column[:, None, :].expand(-1, state.shape[1], -1))
+
+
+def compact_conv(stack: LayerStack, plan: Plan, state_indices: Tensor, align: bool) -> None:
+    """Move each folded row's history to columns [0, hist) of its final slot, and of its boundary slot."""
+    batch = state_indices.shape[0]
+    source, _, targets = _destinations(plan, state_indices, align)
+    for conv_state in stack.conv_states:
+        state = conv_state[source]
+        moves = [(target, _history(state, n, stack.hist, stack.conv_keeps_history)) for target, n in targets]
+        for target, history in moves:
+            written = (target > 0).view(batch, 1, 1)
+            old = conv_state[target]
+            new = torch.cat((history, old[..., stack.hist :]), 2)
+            conv_state[target] = torch.where(written, new, old)
+
+
+def fold(stack: LayerStack, plan: Plan, state_indices: Tensor, record_rows: Tensor | None, align: bool) -> None:
+    """Fold a written plan into the checkpoints of every layer."""
+    batch = state_indices.shape[0]
+    source, n, targets = _destinations(plan, state_indices, align)
+    row = torch.arange(batch, device=source.device) if record_rows is None else record_rows[:batch].long()
+    row = torch.where(n > 0, row, 0)
+    for i, checkpoint in enumerate(stack.checkpoints):
+        dtype = _arithmetic_dtype(checkpoint)
+        u, key_gate = stack.corrections[i][row], stack.key_gates[i][row]
+        gate = stack.A_logs[i], stack.dt_biases[i], stack.lower_bound
+        S, done, folded = checkpoint[source].to(dtype), torch.zeros_like(n), []
+        for target, end in reversed(targets):
+            S = fold_records(S, u, key_gate, done, end, *gate)
+            folded.append((target, S))
+            done = end
+        for target, S in folded:
+            written = (target > 0).view(batch, 1, 1, 1)
+            checkpoint[target] = torch.where(written, S.to(checkpoint.dtype), checkpoint[target])
+
+
+def _destinations(plan: Plan, state_indices: Tensor, align: bool) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]:
+    """Source slot and records of each row, and (target slot, records) pairs: the final block, then the boundary's."""
+    batch = state_indices.shape[0]
+    n = plan.commit_lens[:batch].long()
+    source = torch.where(n > 0, state_indices.long(), 0)
+    targets = [(torch.where(n > 0, plan.final_state_indices[:batch].long(), 0), n)]
+    if align:
+        targets.append((plan.boundary_state_indices[:batch].long(), plan.boundary_recovery_lens[:batch].long()))
+    return source, n, targets
+
+
+def plan_commit(plan: Plan, commit: Commit, geometry: Geometry, errors: Tensor) -> None:
+    """Write the plan of a commit, and `pending` where it is deferred (design sections 3.3 and 3.5)."""
+    c, batch, window = commit, commit.batch, geometry.spec_query_len
+    rows = Rows(c.query_start_loc, c.state_indices, c.record_rows, c.pending, window)
+    slot, row = _live_rows(rows, geometry.num_slots, geometry.num_rows, errors)
+    live = (slot > 0) & (row >= 0)
+    span = c.query_start_loc[1:].long() - c.query_start_loc[:-1].long()
+    length = span.clamp(0, window)
+    add_errors(errors, ErrorKind.QUERY_LEN, live & (length != span))
+
+    requests = (
+        torch.arange(batch, device=slot.device) if c.request_indices is None else c.request_indices[:batch].long()
+    )
+    known = (requests >= 0) & (requests < c.num_requests)
+    add_errors(errors, ErrorKind.REQUEST, live & ~known)
+    requests = torch.where(known, requests, 0)
+    accepted = torch.where(known, c.num_accepted_tokens[requests].long(), 0)
+    a = torch.minimum(accepted.clamp(min=0), length)
+    add_errors(errors, ErrorKind.ACCEPTED, live & (a != accepted))
+    if not geometry.conv_keeps_history:
+        add_errors(errors, ErrorKind.CONV_ZERO_ACCEPT, live & (length > 0) & (a == 0))
+
+    folds, final = live & (a > 0), slot
+    boundary, boundary_len = torch.zeros_like(slot), torch.zeros_like(slot)
+    must = torch.zeros_like(live)
+    if c.block_table is not None and c.num_computed_tokens is not None and c.mamba_block_size is not None:
+        computed = torch.where(known, c.num_computed_tokens[requests].long(), 0)
+        add_errors(errors, ErrorKind.COLUMN, live & (computed < 0))
+        computed = computed.clamp(min=0)
+        must = live & near_boundary(computed, length, c.mamba_block_size)
+    if c.pending is not None:
+        eager = torch.zeros_like(live) if c.eager is None else live & (c.eager != 0)
+        add_errors(errors, ErrorKind.EAGER_MISSED, must & ~eager)
+        folds = folds & (eager | must)
+    if c.block_table is not None and c.mamba_block_size is not None:
+        size = c.mamba_block_size
+        final = _blocks_of(c.block_table, requests, (computed + a - 1) // size, folds, geometry.num_slots, errors)
+        if c.pending is not None:
+            add_errors(errors, ErrorKind.EAGER_NULL, folds & (final == 0))
+        folds = folds & (final > 0)
+        to_boundary = size - computed % size
+        reaches = folds & (to_boundary <= a)
+        boundary = _blocks_of(c.block_table, requests, computed // size, reaches, geometry.num_slots, errors)
+        boundary_len = torch.where(boundary > 0, to_boundary, 0)
+
+    if c.pending is not None:
+        _set_pending(c.pending, row, live, torch.where(folds, 0, a))
+    plan.commit_lens[:batch] = torch.where(folds, a, 0)
+    plan.final_state_indices[:batch] = torch.where(folds, final, 0)
+    plan.boundary_state_indices[:batch] = boundary
+    plan.boundary_recovery_lens[:batch] = boundary_len
+
+
+def _set_pending(pending: Tensor, row: Tensor, live: Tensor, value: Tensor) -> None:
+    """pending[row] = value for live rows. Row by row in one maximum, so that idle rows need no place to write to."""
+    hit = live[:, None] & (row[:, None] == torch.arange(pending.shape[0], device=row.device))  # [B, R]
+    new = torch.where(hit, value[:, None], -1).amax(0)
+    pending.copy_(torch.where(new >= 0, new, pending))
+
+
+def _blocks_of(table: Tensor, requests: Tensor, column: Tensor, mask: Tensor, num_slots: int, errors: Tensor) -> Tensor:
+    """Block-table entries [B] where `mask` holds, null where the column or the block is out of range."""
+    width = table.shape[1]
+    add_errors(errors, ErrorKind.COLUMN, mask & (column >= width))
+    inside = mask & (column >= 0) & (column < width)
+    if width == 0:
+        return torch.zeros_like(requests)
+    block = torch.where(inside, table[requests, column.clamp(0, width - 1)].long(), 0)
+    add_errors(errors, ErrorKind.SLOT, block >= num_slots)
+    return torch.where((block > 0) & (block < num_slots), block, 0)
+
+
+def plan_flush(
+    plan: Plan,
+    state_indices: Tensor,
+    record_rows: Tensor,
+    pending: Tensor,
+    zero: bool,
+    geometry: Geometry,
+    errors: Tensor,
+) -> None:
+    """Write a plan that folds all pending records in place; `zero` (drain) takes them off `pending` too."""
+    batch = state_indices.shape[0]
+    rows = Rows(state_indices, state_indices, record_rows, pending, geometry.spec_query_len)
+    slot, row = _live_rows(rows, geometry.num_slots, geometry.num_rows, errors)
+    n = _pending_of(rows, torch.where(slot > 0, row, -1), errors)
+    if zero:
+        _set_pending(pending, row, (slot > 0) & (row >= 0), torch.zeros_like(n))
+    plan.commit_lens[:batch] = n
+    plan.final_state_indices[:batch] = torch.where(n > 0, slot, 0)
+    plan.boundary_state_indices[:batch] = 0
+    plan.boundary_recovery_lens[:batch] = 0
+
+
+def near_boundary(computed: Tensor, length: Tensor, block_size: int) -> Tensor:
+    """Whether a window of `length` tokens can reach a block boundary, or starts on one."""
+    offset = computed % block_size
+    return (offset + length >= block_size) | ((computed > 0) & (offset == 0))
+
+
+def align_eager_mask(
+    num_computed_tokens: Tensor, query_start_loc: Tensor, block_size: int, request_indices: Tensor | None, out: Tensor
+) -> None:
+    """Write the [B] uint8 mask of rows that must commit eagerly."""
+    batch, num_requests = out.shape[0], num_computed_tokens.shape[0]
+    length = (query_start_loc[1:].long() - query_start_loc[:-1].long()).clamp(min=0)
+    request = torch.arange(batch, device=out.device) if request_indices is None else request_indices[:batch].long()
+    known = (request >= 0) & (request < num_requests)
+    if num_requests == 0:
+        out.zero_()
+        return
+    computed = num_computed_tokens[torch.where(known, request, 0)].long().clamp(min=0)
+    out.copy_(known & near_boundary(computed, length, block_size))
+
+
+def align_state_indices(block_table: Tensor, num_computed_tokens: Tensor, block_size: int, out: Tensor) -> None:
+    """Write the block that holds each request's state, null past the end of the table."""
+    column = (num_computed_tokens.long() - 1).clamp(min=0) // block_size
+    width = block_table.shape[1]
+    if width == 0:
+        out.zero_()
+        return
+    block = block_table.gather(1, column.clamp(max=width - 1)[:, None])[:, 0]
+    out.copy_(torch.where(column < width, block, 0))
