@@ -107,7 +107,7 @@ class Model:
             **tables,
         )
 
-    def verifies(self, deferred_step: bool):
+    def verifies(self, deferred_step: bool, split: int | None = None):
         q, k, v, g = self.inputs
         pending = self.pending if deferred_step else None
         for l, (state, correction, key_gate) in enumerate(
@@ -117,17 +117,18 @@ class Model:
             deferred.deferred_verify_f32(
                 q, k, v, g, self.beta, self.a_log, self.dt_bias, -5.0, state, records, self.loc, self.slots, self.q,
                 self.out, self.errors, record_rows=self.rows, pending=pending, programmatic=l > 0,
+                split=split,
             )  # fmt: skip
 
-    def fold(self):
-        commit.fold(self.stack, self.plan, self.slots, self.rows, False)
+    def fold(self, split: int | None = None):
+        commit.fold(self.stack, self.plan, self.slots, self.rows, False, split)
 
     def eager(self):
         self.verifies(False)
         self.fold()
 
 
-def measure(batch, layers, heads, q, n, rate):
+def measure(batch, layers, heads, q, n, rate, splits):
     model = Model(layers, heads, q, batch, n)
     items = layers * heads * batch
     floor = items * (128 + n + q + 1.25 * q) * KIB / rate * 1e6
@@ -141,6 +142,9 @@ def measure(batch, layers, heads, q, n, rate):
         "floor": floor,
         "two_pass": two_pass,
     }
+    for split in splits:
+        row[f"deferred, split {split}"] = graph_us(lambda split=split: model.verifies(True, split))
+        row[f"fold, split {split}"] = graph_us(lambda split=split: model.fold(split))
     return row | {"deferred/floor": row["deferred"] / floor, "fold/two_pass": row["fold"] / two_pass}
 
 
@@ -164,6 +168,7 @@ def main():
     parser.add_argument("--heads", type=int, default=12)
     parser.add_argument("--window", type=int, default=8)
     parser.add_argument("--pending", type=int, default=4)
+    parser.add_argument("--splits", type=int, nargs="*", default=[], help="also with that many blocks on a head")
     parser.add_argument("--json")
     parser.add_argument("--plot")
     args = parser.parse_args()
@@ -172,7 +177,7 @@ def main():
     rows = []
     for batch in args.batch:
         torch.cuda.empty_cache()
-        rows.append(measure(batch, args.layers, args.heads, args.window, args.pending, rate))
+        rows.append(measure(batch, args.layers, args.heads, args.window, args.pending, rate, args.splits))
         print("  ".join(f"{key} {value:.4g}" for key, value in rows[-1].items()), flush=True)
     if args.json:
         with open(args.json, "w") as f:

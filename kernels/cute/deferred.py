@@ -13,14 +13,15 @@ from .verify import VerifyF32
 _programmatic: ContextVar[bool] = ContextVar("graphrt_programmatic", default=False)
 
 
-def _examples(_kernel):
-    def longs(count):
-        return tuple(Int64(0) for _ in range(count))
 
-    return (longs(6), longs(6), longs(5), longs(3), longs(5), (Int32(0),) * 4, (Int32(0),) * 5, Float32(0.0))
+def _longs(count):
+    return tuple(Int64(0) for _ in range(count))
 
 
-KERNELS = Kernels(VerifyF32, _examples)
+_EXAMPLES = (_longs(6), _longs(6), _longs(5), _longs(3), _longs(5), (Int32(0),) * 4, (Int32(0),) * 5, Float32(0.0))
+KERNELS = Kernels(VerifyF32, _EXAMPLES, "6q6q5q3q5q4q5qf4x")
+# Items (rows times heads) per multiprocessor below which two blocks share one (tools/bench_step.py).
+SPLIT_BELOW = 0.5
 
 
 @contextmanager
@@ -55,10 +56,10 @@ def activations_supported(
     return Support(True, "the CuTe DSL verify reads these activations")
 
 
-def verify_facts(heads, spec_query_len, dtype, beta_dtype, a_log_dtype, dt_bias_dtype, programmatic) -> tuple:
+def verify_facts(heads, spec_query_len, dtype, beta_dtype, a_log_dtype, dt_bias_dtype, programmatic, split) -> tuple:
     """Key of a variant."""
     kinds = (DTYPES[dtype], DTYPES[beta_dtype], DTYPES[a_log_dtype], DTYPES[dt_bias_dtype])
-    return (heads, spec_query_len, *kinds, programmatic)
+    return (heads, spec_query_len, *kinds, programmatic, split)
 
 
 def compile_deferred_verify_f32(
@@ -71,10 +72,12 @@ def compile_deferred_verify_f32(
     programmatic: bool = False,
 ) -> None:
     """Compile and load one variant for the device of `state_ref`; stock and deferred verify are the same kernel."""
-    facts = verify_facts(
-        state_ref.shape[1], spec_query_len, dtype, beta_dtype or dtype, a_log_dtype, dt_bias_dtype, programmatic
-    )
-    KERNELS.load(facts, state_ref.device)
+    heads, beta_dtype = state_ref.shape[1], beta_dtype or dtype
+    for split in (1, 2):
+        facts = verify_facts(
+            heads, spec_query_len, dtype, beta_dtype, a_log_dtype, dt_bias_dtype, programmatic, split
+        )
+        KERNELS.load(facts, state_ref.device)
 
 
 def deferred_verify_f32(
@@ -97,48 +100,52 @@ def deferred_verify_f32(
     record_rows: Tensor | None = None,
     pending: Tensor | None = None,
     programmatic: bool | None = None,
+    split: int | None = None,
 ) -> None:
     """One launch on the current stream; without `pending` the stock verify. Shapes as in the public verify functions.
 
     Args:
         errors: [kinds] int32 device error counter.
         programmatic: as `programmatic_launches`, whose setting None takes.
+        split: 1 or 2 blocks on a head; None decides by the amount of work. The bits are the same.
     """
     batch, tokens, heads = state_indices.shape[0], q.shape[1], q.shape[2]
     if batch == 0 and tokens == 0:
         return
     programmatic = _programmatic.get() if programmatic is None else programmatic
+    device = checkpoint_state.device
+    items, blocks = batch * heads, sm_count(device)
+    if split is None:
+        split = 2 if items < SPLIT_BELOW * blocks else 1
     facts = verify_facts(
-        heads, spec_query_len, k.dtype, raw_beta.dtype, A_log.dtype, dt_bias.dtype, programmatic
+        heads, spec_query_len, k.dtype, raw_beta.dtype, A_log.dtype, dt_bias.dtype, programmatic, split
     )
     sized = (q, k, raw_g, v, raw_beta, out)
     correction, key_gate = records.correction, records.key_gate
     layer = (checkpoint_state, correction, key_gate)
     rows = state_indices if record_rows is None else record_rows
     counts = state_indices if pending is None else pending
-    device = checkpoint_state.device
     KERNELS.launch(
         facts,
         device,
-        tuple(Int64(t.data_ptr()) for t in sized),
-        tuple(Int64(t.stride(1) * t.element_size()) for t in sized),
-        tuple(Int64(t.data_ptr()) for t in (*layer, A_log, dt_bias)),
-        tuple(Int64(t.stride(0) * t.element_size()) for t in layer),
-        (
-            Int64(state_indices.data_ptr()),
-            Int64(0 if record_rows is None else record_rows.data_ptr()),
-            Int64(query_start_loc.data_ptr()),
-            Int64(0 if pending is None else pending.data_ptr()),
-            Int64(errors.data_ptr()),
-        ),
-        (state_indices.stride(0), rows.stride(0), query_start_loc.stride(0), counts.stride(0)),
-        (
-            checkpoint_state.shape[0],
-            correction.shape[0],
-            batch,
-            tokens,
-            max(1, min(sm_count(device), batch * heads)),
-        ),
+        *(t.data_ptr() for t in sized),
+        *(t.stride(1) * t.element_size() for t in sized),
+        *(t.data_ptr() for t in (*layer, A_log, dt_bias)),
+        *(t.stride(0) * t.element_size() for t in layer),
+        state_indices.data_ptr(),
+        0 if record_rows is None else record_rows.data_ptr(),
+        query_start_loc.data_ptr(),
+        0 if pending is None else pending.data_ptr(),
+        errors.data_ptr(),
+        state_indices.stride(0),
+        rows.stride(0),
+        query_start_loc.stride(0),
+        counts.stride(0),
+        checkpoint_state.shape[0],
+        correction.shape[0],
+        batch,
+        tokens,
+        split * max(1, min(blocks // split, items)),
         lower_bound,
     )
 

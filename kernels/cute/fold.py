@@ -9,12 +9,13 @@ boundary_recovery_lens[b] records, folded from the same S_0, goes to boundary_st
 untouched, unless its source slot is in 1..slots-1, its record row in 0..R-1 and n > 0 with a destination in range.
 Everything of the source is in shared memory before anything is written, so the three slots may coincide.
 
-Grid min(SMs, L * B * H), 288 threads, one block an SM: it walks its items with three tiles in flight.
-- warp 8 finds live items, 32 at a time, and issues bulk loads: the n records, then the 64 KiB state.
+Grid min(SMs, items), 288 threads, one block an SM: it walks its items, a head's rows or with split 2 half of them (so
+that few items spread evenly), with 192 KiB of tiles in flight.
+- warp 8 finds live items, 32 at a time, and issues bulk loads: the n records, then the state.
 - warps 4 to 7, one thread a key channel, turn raw keys and gates into the coefficients κ_t and e (tile.py).
 - warps 0 to 3 hold the tile in registers, fold it with one fma per element and record, and bulk-store it.
 
-Traffic of an item: 128 KiB of state and n * (512 + 2K * size of the activations) bytes of records. The memory bounds
+Traffic of a row and head: 128 KiB of state and n * (512 + 2K * size of the activations) bytes of records. The memory bounds
 it: at n = 4 the fold warps are busy for about a fifth of the 8200 cycles in which an SM's share of it moves 128 KiB.
 
 Not checked on the device: slots and record rows unique among live rows.
@@ -28,43 +29,51 @@ from . import ptx, tile
 from .tile import K, V
 
 THREADS = 288
-TILES = 3
 STAGES = 2
+SHARED_BYTES = 227 * 1024  # most that one block gets
 _LOADER = 8
 _COEFFICIENTS = 1  # named barrier of the four coefficient warps
 _END = -1
 
 # Words of an item's notice in shared memory, written by the loader with the records.
-_N, _BOUNDARY_N, _FINAL, _BOUNDARY, _A_LOG, _DT_BIAS = 0, 4, 8, 16, 24, 32
+_N, _BOUNDARY_N, _FIRST_ROW, _FINAL, _BOUNDARY, _A_LOG, _DT_BIAS = 0, 4, 8, 16, 24, 32, 40
 _NOTICE_BYTES = 48
 
 
 class FoldF32:
-    """The kernel for one (heads, Q, dtypes, align, indexed)."""
+    """The kernel for one (heads, Q, dtypes, align, indexed, split); a block's item is 1 / split of a head's rows."""
 
-    def __init__(self, heads, q, dtype, a_log_dtype, dt_bias_dtype, align, indexed):
+    def __init__(self, heads, q, dtype, a_log_dtype, dt_bias_dtype, align, indexed, split):
         self.heads, self.q, self.dtype = heads, q, dtype
         self.a_log_dtype, self.dt_bias_dtype = a_log_dtype, dt_bias_dtype
         self.align, self.indexed = align, indexed
+        self.tile = tile.Tile(split)
         self.key_gate_bytes = 2 * K * dtype.width // 8  # of one token
-        sets = 2 if align else 1  # coefficients of the final and of the boundary state
         self.set_bytes = (q + 1) * K * 4
+        # As many tiles in flight as the block's shared memory takes beside the rest.
+        self.depth = 3 * split
+        while self.lay_out() > SHARED_BYTES:
+            self.depth -= 1
+
+    def lay_out(self):
+        """Place everything in shared memory; returns the bytes it takes."""
+        sets = 2 if self.align else 1  # coefficients of the final and of the boundary state
         at = 0
-        self.tiles, at = at, at + TILES * tile.TILE_BYTES
-        self.key_gates, at = at, at + STAGES * q * self.key_gate_bytes
-        self.corrections, at = at, at + STAGES * q * V * 4
+        self.tiles, at = at, at + self.depth * self.tile.bytes
+        self.key_gates, at = at, at + STAGES * self.q * self.key_gate_bytes
+        self.corrections, at = at, at + STAGES * self.q * V * 4
         self.coefficients, at = at, at + sets * STAGES * self.set_bytes
         self.norms, at = at, at + STAGES * tile.MAX_Q * 16
         self.notices, at = at, at + STAGES * _NOTICE_BYTES
-        self.barriers, at = at, at + 8 * (2 * TILES + 4 * STAGES)
-        self.shared_bytes = at
         # Barriers: full and empty of tiles, records, coefficients.
-        self.tile_full = self.barriers
-        self.tile_empty = self.tile_full + 8 * TILES
-        self.record_full = self.tile_empty + 8 * TILES
-        self.record_empty = self.record_full + 8 * STAGES
-        self.coefficient_full = self.record_empty + 8 * STAGES
-        self.coefficient_empty = self.coefficient_full + 8 * STAGES
+        self.tile_full, at = at, at + 8 * self.depth
+        self.tile_empty, at = at, at + 8 * self.depth
+        self.record_full, at = at, at + 8 * STAGES
+        self.record_empty, at = at, at + 8 * STAGES
+        self.coefficient_full, at = at, at + 8 * STAGES
+        self.coefficient_empty, at = at, at + 8 * STAGES
+        self.shared_bytes = at
+        return at
 
     @cute.jit
     def __call__(
@@ -104,7 +113,7 @@ class FoldF32:
 
     @cute.jit
     def init_barriers(self, shared: Int32):
-        for i in cutlass.range_constexpr(TILES):
+        for i in cutlass.range_constexpr(self.depth):
             ptx.mbar_init(shared + (self.tile_full + 8 * i), 1)
             ptx.mbar_init(shared + (self.tile_empty + 8 * i), 4)
         for i in cutlass.range_constexpr(STAGES):
@@ -128,15 +137,17 @@ class FoldF32:
         slots, rows, batch, layers = limits
         block, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
-        total = layers * batch * self.heads
+        total = layers * batch * (self.heads * self.tile.split)
         i = Int32(0)
         base = Int32(block)
         while base < total:
             item = base + lane * step
             inside = item < total
             item = ptx.select(inside, item, Int32(0))
-            h = item % self.heads
-            pair = item // self.heads
+            share = item % self.tile.split
+            head = item // self.tile.split
+            h = head % self.heads
+            pair = head // self.heads
             b = pair % batch
             l = pair // batch
             slot = self.read_int(indices, b * strides[0])
@@ -166,26 +177,27 @@ class FoldF32:
                         ptx.mbar_wait(shared + self.record_empty + 8 * stage, ((i >> 1) & 1) ^ 1)
                     state = self.read_long(states, l)
                     stride = self.read_long(state_strides, l) * 4
-                    head = Int64(h) * tile.STATE_BYTES
+                    inner = Int64(h) * tile.STATE_BYTES + Int64(share * self.tile.state_bytes)
                     notice = shared + self.notices + _NOTICE_BYTES * stage
                     ptx.store_shared(notice + _N, n)
                     ptx.store_shared(notice + _BOUNDARY_N, boundary_n)
-                    ptx.store_shared(notice + _FINAL, state + Int64(final) * stride + head)
-                    ptx.store_shared(notice + _BOUNDARY, state + Int64(boundary) * stride + head)
+                    ptx.store_shared(notice + _FIRST_ROW, share * self.tile.rows)
+                    ptx.store_shared(notice + _FINAL, state + Int64(final) * stride + inner)
+                    ptx.store_shared(notice + _BOUNDARY, state + Int64(boundary) * stride + inner)
                     a_log = self.read_long(a_logs, l) + Int64(h * (self.a_log_dtype.width // 8))
                     dt_bias = self.read_long(dt_biases, l) + Int64(h * (K * self.dt_bias_dtype.width // 8))
                     ptx.store_shared(notice + _A_LOG, a_log)
                     ptx.store_shared(notice + _DT_BIAS, dt_bias)
                     full = shared + self.record_full + 8 * stage
                     ptx.mbar_expect(full, count * (self.key_gate_bytes + V * 4))
-                    gate = (
+                    record = (
                         self.read_long(gates, l)
                         + Int64(row) * self.read_long(gate_strides, l) * (self.dtype.width // 8)
                         + Int64(h) * (self.q * self.key_gate_bytes)
                     )
                     ptx.bulk_load(
                         shared + self.key_gates + self.q * self.key_gate_bytes * stage,
-                        gate,
+                        record,
                         count * self.key_gate_bytes,
                         full,
                     )
@@ -197,13 +209,13 @@ class FoldF32:
                     ptx.bulk_load(
                         shared + self.corrections + self.q * V * 4 * stage, correction, count * (V * 4), full
                     )
-                    turns = i // TILES
-                    slot_of_tile = i - turns * TILES
-                    if i >= TILES:
+                    turns = i // self.depth
+                    slot_of_tile = i - turns * self.depth
+                    if i >= self.depth:
                         ptx.mbar_wait(shared + self.tile_empty + 8 * slot_of_tile, (turns & 1) ^ 1)
-                    tile.start_load(
-                        shared + self.tiles + tile.TILE_BYTES * slot_of_tile,
-                        state + Int64(slot) * stride + head,
+                    self.tile.start_load(
+                        shared + self.tiles + self.tile.bytes * slot_of_tile,
+                        state + Int64(slot) * stride + inner,
                         shared + self.tile_full + 8 * slot_of_tile,
                     )
                 cute.arch.sync_warp()
@@ -265,47 +277,48 @@ class FoldF32:
     @cute.jit
     def fold(self, shared: Int32, warp: Int32, lane: Int32):
         """Warps 0 to 3: registers <- tile, fold, tile <- registers, bulk store."""
-        state = cute.make_rmem_tensor(cute.make_layout(128), Float32)
-        first_row, offset = tile.thread_rows(warp, lane)
+        state = cute.make_rmem_tensor(cute.make_layout(self.tile.values), Float32)
+        first_row, offset = self.tile.place(warp, lane)
         i = Int32(0)
         at, n = self.notice(shared, i)
         while n >= 0:
             stage = i & 1
-            turns = i // TILES
-            slot_of_tile = i - turns * TILES
+            turns = i // self.depth
+            slot_of_tile = i - turns * self.depth
             full = shared + self.tile_full + 8 * slot_of_tile
-            place = shared + self.tiles + tile.TILE_BYTES * slot_of_tile
+            place = shared + self.tiles + self.tile.bytes * slot_of_tile
             target = ptx.load_shared(at + _FINAL, Int64)
-            corrections = shared + self.corrections + self.q * V * 4 * stage + first_row * 4
+            corrections = shared + self.corrections + self.q * V * 4 * stage
+            corrections += (first_row + ptx.load_shared(at + _FIRST_ROW, Int32)) * 4
             keys = shared + self.coefficients + self.set_bytes * stage + (lane & 3) * 16
             ptx.mbar_wait(full, turns & 1)
             ptx.mbar_wait(shared + self.coefficient_full + 8 * stage, (i >> 1) & 1)
             if cutlass.const_expr(self.align):
                 boundary_n = ptx.load_shared(at + _BOUNDARY_N, Int32)
                 if boundary_n > 0:
-                    tile.load_tile(state, place + offset)
+                    self.tile.load(state, place + offset)
                     other = keys + STAGES * self.set_bytes
-                    tile.fold_tile(state, boundary_n, other + self.q * K * 4, other, corrections)
-                    tile.store_tile_global(state, ptx.load_shared(at + _BOUNDARY, Int64), warp, lane)
-            tile.load_tile(state, place + offset)
+                    self.tile.fold(state, boundary_n, other + self.q * K * 4, other, corrections)
+                    self.tile.store_global(state, ptx.load_shared(at + _BOUNDARY, Int64), warp, lane)
+            self.tile.load(state, place + offset)
             if i > 0:
                 # The store of the item before has had a whole load to leave shared memory: hand its tile back now.
                 if lane == 0:
                     ptx.bulk_wait_read()
                     before = i - 1
-                    ptx.mbar_arrive(shared + self.tile_empty + 8 * (before - (before // TILES) * TILES))
+                    ptx.mbar_arrive(shared + self.tile_empty + 8 * (before - (before // self.depth) * self.depth))
                 cute.arch.sync_warp()
-            tile.fold_tile(state, n, keys + self.q * K * 4, keys, corrections)
+            self.tile.fold(state, n, keys + self.q * K * 4, keys, corrections)
             cute.arch.sync_warp()
             if lane == 0:
                 ptx.mbar_arrive(shared + self.record_empty + 8 * stage)
                 ptx.mbar_arrive(shared + self.coefficient_empty + 8 * stage)
             if n > 0:
-                tile.store_tile(state, place + offset)
+                self.tile.store(state, place + offset)
                 ptx.fence_async_shared()
                 cute.arch.sync_warp()
                 if lane == 0:
-                    tile.start_store(target, place, warp)
+                    self.tile.start_store_runs(target, place, warp)
             i += 1
             at, n = self.notice(shared, i)
         if lane == 0:

@@ -212,6 +212,28 @@ def mbar_wait(address, parity, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def mbar_arrive_peer(address, rank, *, loc=None, ip=None):
+    """Arrive at the barrier of the same address in block `rank` of the cluster."""
+    operands = [Int32(address).ir_value(loc=loc, ip=ip), Int32(rank).ir_value(loc=loc, ip=ip)]
+    text = (
+        "{\n.reg .b32 peer;\nmapa.shared::cluster.u32 peer, $0, $1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [peer];\n}"
+    )
+    _asm(None, operands, text, "r,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def mbar_wait_peer(address, parity, *, loc=None, ip=None):
+    """As `mbar_wait`, for a barrier at which another block of the cluster arrives."""
+    operands = [Int32(address).ir_value(loc=loc, ip=ip), Int32(parity).ir_value(loc=loc, ip=ip)]
+    text = (
+        "{\n.reg .pred p;\nAGAIN:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [$0], $1;\n"
+        "@p bra DONE;\nbra AGAIN;\nDONE:\n}"
+    )
+    _asm(None, operands, text, "r,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
 def bulk_load(shared, source, size, barrier, *, loc=None, ip=None):
     """Start a copy of `size` bytes (a multiple of 16, both ends 16-byte aligned) into shared memory."""
     operands = [

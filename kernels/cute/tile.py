@@ -8,101 +8,114 @@ same records give bit-equal checkpoints: same token order, same fused multiply-a
 The decays are running products from the last token backwards: an exponential of a difference of two sums would lose
 as many ulps as the sum is large.
 
-Tile in shared memory: [V, K] FP32 in two halves of 64 rows, the second 16 banks further on. Thread (warp w, lane) of
-the fold warpgroup owns four rows and in each of them 8 x 4 channels, so that it is at once a bank-conflict-free
-16-byte access and, with channels permuted, an A fragment of `mma.m16n8k8`:
+Tile in shared memory: rows of V times K, FP32, in two halves, the second 16 banks further on. A thread (warp w, lane)
+of the fold warpgroup owns a few rows and in each of them 8 x 4 channels, so that what it reads is at once a
+bank-conflict-free 16-byte access and, with channels permuted, an A fragment of `mma.m16n8k8`. With 128 rows:
 
     rows       64 (gq & 1) + 16 w + (gq >> 1) + 4 x      x = 0..3,  gq = lane >> 2
     channels   16 j + 4 tq + 0..3                        j = 0..7,  tq = lane & 3
 
-A warp's rows are two contiguous runs of 16, one in each half: it can store its share without waiting for the others.
+A warp's rows are two contiguous runs, one in each half: it can store its share without waiting for the others.
 """
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from . import ptx
 
 K = V = 128
-HALF_BYTES = (64 * K + 16) * 4
-TILE_BYTES = 2 * HALF_BYTES
-HALF_ROWS_BYTES = 64 * K * 4
-RUN_BYTES = 16 * K * 4
 STATE_BYTES = V * K * 4
 ROW_BYTES = K * 4
 NORM_EPS = 1e-6
 MAX_Q = 8
 
 
-def thread_rows(warp, lane):
-    """First row of the thread, and the byte offset of its first value in the tile."""
-    gq, tq = lane >> 2, lane & 3
-    run = 16 * warp + (gq >> 1)
-    return 64 * (gq & 1) + run, (gq & 1) * HALF_BYTES + run * ROW_BYTES + tq * 16
+class Tile:
+    """Geometry of the share of a head's state that one block holds: all 128 rows of V, or with split 2 a half."""
 
+    def __init__(self, split):
+        self.split = split
+        self.rows = V // split
+        self.half_rows = self.rows // 2
+        self.run_rows = self.half_rows // 4
+        self.thread_rows = 4 // split
+        self.values = 32 * self.thread_rows  # of a thread
+        self.half_bytes = self.half_rows * ROW_BYTES + 64
+        self.bytes = 2 * self.half_bytes
+        self.state_bytes = self.rows * ROW_BYTES
 
-def load_tile(state, address):
-    """state[32 x + 4 j + c] <- shared memory; `address` already holds the thread's offset."""
-    for x in range(4):
-        for j in range(8):
-            values = ptx.load_shared(address + (4 * x * ROW_BYTES + 64 * j), count=4)
-            for c in range(4):
-                state[32 * x + 4 * j + c] = values[c]
+    def place(self, warp, lane):
+        """First row of the thread, and the byte offset of its first value in the tile."""
+        gq, tq = lane >> 2, lane & 3
+        run = self.run_rows * warp + (gq >> 1)
+        return self.half_rows * (gq & 1) + run, (gq & 1) * self.half_bytes + run * ROW_BYTES + tq * 16
 
+    def load(self, state, address):
+        """state[32 x + 4 j + c] <- shared memory; `address` already holds the thread's offset."""
+        for x in range(self.thread_rows):
+            for j in range(8):
+                values = ptx.load_shared(address + (4 * x * ROW_BYTES + 64 * j), count=4)
+                for c in range(4):
+                    state[32 * x + 4 * j + c] = values[c]
 
-def store_tile(state, address):
-    for x in range(4):
-        for j in range(8):
-            at = 32 * x + 4 * j
-            ptx.store_shared(address + (4 * x * ROW_BYTES + 64 * j), *(state[at + c] for c in range(4)))
+    def store(self, state, address):
+        for x in range(self.thread_rows):
+            for j in range(8):
+                at = 32 * x + 4 * j
+                ptx.store_shared(address + (4 * x * ROW_BYTES + 64 * j), *(state[at + c] for c in range(4)))
 
+    def store_global(self, state, address, warp, lane):
+        """Registers straight to global memory, for the rare second copy at a block boundary."""
+        first, _ = self.place(warp, lane)
+        base = address + Int64(first * ROW_BYTES + (lane & 3) * 16)
+        for x in range(self.thread_rows):
+            for j in range(8):
+                at = 32 * x + 4 * j
+                ptx.store_global(base + (4 * x * ROW_BYTES + 64 * j), *(state[at + c] for c in range(4)))
 
-def store_tile_global(state, address, warp, lane):
-    """The tile straight to global memory, for the rare second copy at a block boundary."""
-    first, _ = thread_rows(warp, lane)
-    base = address + cutlass.Int64(first * ROW_BYTES + (lane & 3) * 16)
-    for x in range(4):
-        for j in range(8):
-            at = 32 * x + 4 * j
-            ptx.store_global(base + (4 * x * ROW_BYTES + 64 * j), *(state[at + c] for c in range(4)))
+    @cute.jit
+    def fold(self, state: cute.Tensor, n: Int32, decay: Int32, keys: Int32, corrections: Int32):
+        """state <- state * e + Σ_{t<n} u_t κ_tᵀ.
 
-
-@cute.jit
-def fold_tile(state: cute.Tensor, n: Int32, decay: Int32, keys: Int32, corrections: Int32):
-    """state <- state * e + Σ_{t<n} u_t κ_tᵀ.
-
-    `decay` and `keys` address e [K] and κ [Q, K] at the thread's channels, `corrections` u [Q, V] at its first row.
-    """
-    for j in cutlass.range_constexpr(8):
-        e = ptx.load_shared(decay + 64 * j, count=4)
-        for x in cutlass.range_constexpr(4):
-            for c in cutlass.range_constexpr(4):
-                at = 32 * x + 4 * j + c
-                state[at] = state[at] * e[c]
-    for t in cutlass.range(n):
-        u = [ptx.load_shared(corrections + (t * (V * 4) + 16 * x)) for x in range(4)]
+        `decay` and `keys` address e [K] and κ [Q, K] at the thread's channels, `corrections` u [Q, V] at its first row.
+        """
         for j in cutlass.range_constexpr(8):
-            key = ptx.load_shared(keys + (t * ROW_BYTES + 64 * j), count=4)
-            for x in cutlass.range_constexpr(4):
+            e = ptx.load_shared(decay + 64 * j, count=4)
+            for x in cutlass.range_constexpr(self.thread_rows):
                 for c in cutlass.range_constexpr(4):
                     at = 32 * x + 4 * j + c
-                    state[at] = ptx.fma(u[x], key[c], state[at])
+                    state[at] = state[at] * e[c]
+        for t in cutlass.range(n):
+            u = [ptx.load_shared(corrections + (t * (V * 4) + 16 * x)) for x in range(self.thread_rows)]
+            for j in cutlass.range_constexpr(8):
+                key = ptx.load_shared(keys + (t * ROW_BYTES + 64 * j), count=4)
+                for x in cutlass.range_constexpr(self.thread_rows):
+                    for c in cutlass.range_constexpr(4):
+                        at = 32 * x + 4 * j + c
+                        state[at] = ptx.fma(u[x], key[c], state[at])
 
+    def start_store_runs(self, address, tile, warp):
+        """Bulk-store the warp's two runs of rows as one group. One lane calls this."""
+        run = warp * (self.run_rows * ROW_BYTES)
+        size = Int32(self.run_rows * ROW_BYTES)
+        ptx.bulk_store(address + Int64(run), tile + run, size)
+        ptx.bulk_store(address + Int64(self.half_rows * ROW_BYTES + run), tile + (self.half_bytes + run), size)
+        ptx.bulk_commit()
 
-def start_store(address, tile, warp):
-    """Open a group with the bulk stores of the warp's two runs of 16 rows, and close it. One lane calls this."""
-    run = warp * RUN_BYTES
-    ptx.bulk_store(address + cutlass.Int64(run), tile + run, Int32(RUN_BYTES))
-    ptx.bulk_store(address + cutlass.Int64(HALF_ROWS_BYTES + run), tile + (HALF_BYTES + run), Int32(RUN_BYTES))
-    ptx.bulk_commit()
+    def start_store(self, address, tile):
+        """Bulk-store the whole tile as one group. One lane calls this."""
+        size = Int32(self.half_rows * ROW_BYTES)
+        ptx.bulk_store(address, tile, size)
+        ptx.bulk_store(address + Int64(self.half_rows * ROW_BYTES), tile + self.half_bytes, size)
+        ptx.bulk_commit()
 
-
-def start_load(tile, address, barrier):
-    """Expect and start the two halves of a tile. One lane calls this."""
-    ptx.mbar_expect(barrier, Int32(STATE_BYTES))
-    ptx.bulk_load(tile, address, Int32(HALF_ROWS_BYTES), barrier)
-    ptx.bulk_load(tile + HALF_BYTES, address + cutlass.Int64(HALF_ROWS_BYTES), Int32(HALF_ROWS_BYTES), barrier)
+    def start_load(self, tile, address, barrier):
+        """Expect and start the two halves. One lane calls this."""
+        ptx.mbar_expect(barrier, Int32(self.state_bytes))
+        size = Int32(self.half_rows * ROW_BYTES)
+        ptx.bulk_load(tile, address, size, barrier)
+        ptx.bulk_load(tile + self.half_bytes, address + Int64(self.half_rows * ROW_BYTES), size, barrier)
 
 
 def owned_sum(lane):

@@ -10,7 +10,7 @@ for the row's tokens t < min(length, Q). u_t and the raw k_t, g_t replace the ro
 without tokens still has its pending folded. Row -1 never writes the checkpoint and records into the scratch row.
 Outputs of a null row's tokens, of tokens beyond Q of a row and of tokens past the last row are zero.
 
-Grid min(SMs, B * H), 512 threads, one block an SM, each walking its items (verify_roles.py has the arithmetic):
+Grid min(SMs, B * H), 512 threads, one block an SM, each walking its items (verify_rings.py has the arithmetic):
 - warps 0 to 3: state tile in registers, fold, bulk store, 3xTF32 products with the 16 probes.   232 registers
 - warps 4 to 7: p, r and k̂ exp(-L) of the window; raw records.                                   104
 - warps 8 to 11: replay coefficients one item ahead, couplings, triangular solve, u and o.       104
@@ -22,7 +22,7 @@ activations. On the H200 its memory share is 8200 cycles an SM; the fold warps n
 Programmatic launch: state, records and the whole replay come before this kernel's wait and read only what was
 written at least two launches earlier, or before a launch without the attribute; the successor is released after the
 wait. Every block waits, also one without items, so that a finished grid means that all before it are finished.
-All records of an item are in shared memory before the first is overwritten: one block owns all of V of its item.
+All records of an item are in the shared memory of whoever reads them before the first is overwritten.
 
 Hostile values stay inside the buffers: slots and rows out of range count as null and -1, counts and query_start_loc
 are clamped. Not checked on the device: slots and rows unique among live rows.
@@ -35,15 +35,16 @@ from cutlass import Float32, Int32, Int64
 from graphrt.errors import ErrorKind
 
 from . import ptx, tile
-from . import verify_roles as roles
+from . import verify_layout as rings
 from .tile import K, V
+from .verify_roles import VerifyRoles
 
 THREADS = 512
 _REGISTERS = (232, 104, 104, 72)  # their sum, times 128 threads, is the register file
 
 
-class VerifyF32(roles.VerifyRoles):
-    """The kernel for one (heads, Q, dtypes, programmatic)."""
+class VerifyF32(VerifyRoles):
+    """The kernel for one (heads, Q, dtypes, programmatic, split)."""
 
     @cute.jit
     def __call__(
@@ -66,6 +67,7 @@ class VerifyF32(roles.VerifyRoles):
             smem=self.shared_bytes,
             min_blocks_per_mp=1,
             use_pdl=self.programmatic,
+            cluster=[self.split, 1, 1] if self.split > 1 else None,
             stream=stream,
         )
 
@@ -80,34 +82,43 @@ class VerifyF32(roles.VerifyRoles):
                 ptx.mbar_init(shared + at, count)
             ptx.mbar_init_fence()
         cute.arch.sync_threads()
+        block, _, _ = cute.arch.block_idx()
+        share = Int32(0)
+        if cutlass.const_expr(self.split > 1):
+            # The peer arrives at this block's barriers: not before they stand.
+            share = block % self.split
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
         parameters = (layer[3], layer[4], lower_bound)
         group = warp >> 2
         if group == 0:
             cute.arch.setmaxregister_increase(_REGISTERS[0])
-            self.project(shared, warp, lane)
+            self.project(shared, warp, lane, share)
         elif group == 1:
             cute.arch.setmaxregister_decrease(_REGISTERS[1])
-            self.prepare_window(shared, thread - 128, warp - 4, lane, parameters, token_strides[4])
+            self.prepare_window(shared, thread - 128, warp - 4, lane, share, parameters)
         elif group == 2:
             cute.arch.setmaxregister_decrease(_REGISTERS[2])
             i = Int32(0)
             n = self.prepare_replay(shared, i, thread - 256, warp - 8, lane, parameters)
             while n >= 0:
                 n = self.prepare_replay(shared, i + 1, thread - 256, warp - 8, lane, parameters)
-                self.solve(shared, i, thread - 256, warp - 8, lane, token_strides[5])
+                self.solve(shared, i, thread - 256, warp - 8, lane, share, token_strides[5])
                 i += 1
         else:
             cute.arch.setmaxregister_decrease(_REGISTERS[3])
             if warp == 12:
-                self.load_states(shared, lane, layer, layer_strides, indices, index_strides, limits)
+                self.load_states(shared, lane, share, layer, layer_strides, indices, index_strides, limits)
             elif warp == 13:
                 self.load_inputs(
-                    shared, lane, tokens, token_strides, layer, layer_strides, indices, index_strides, limits
+                    shared, lane, share, tokens, token_strides, layer, layer_strides, indices, index_strides, limits
                 )
             elif warp == 14:
                 cute.arch.griddepcontrol_wait()
                 cute.arch.griddepcontrol_launch_dependents()
                 self.write_zeros(lane, tokens[5], token_strides[5], indices, index_strides, limits)
+            else:
+                self.write_back(shared, lane)
 
     @cute.jit
     def row_facts(self, b: Int32, indices, index_strides, limits):
@@ -142,25 +153,32 @@ class VerifyF32(roles.VerifyRoles):
         alive = inside & (slot > 0) & ((n > 0) | (length > 0))
         return alive, h, slot, row, n, first, length
 
+    def state_address(self, slot, h, share, layer, layer_strides):
+        """Of the block's share of a head's state."""
+        inner = Int64(h) * tile.STATE_BYTES + Int64(share * self.tile.state_bytes)
+        return layer[0] + Int64(slot) * layer_strides[0] + inner
+
     @cute.jit
-    def load_states(self, shared: Int32, lane: Int32, layer, layer_strides, indices, index_strides, limits):
+    def load_states(self, shared: Int32, lane: Int32, share: Int32, layer, layer_strides, indices, index_strides, limits):
         """Warp 12: each lane looks at one item; those that found a live one load its state in turn."""
         block, _, _ = cute.arch.block_idx()
-        step, _, _ = cute.arch.grid_dim()
+        blocks, _, _ = cute.arch.grid_dim()
+        step = blocks // self.split
         i = Int32(0)
-        base = Int32(block)
+        base = Int32(block) // self.split
         while base < limits[2] * self.heads:
             alive, h, slot, _, _, _, _ = self.find_item(base + lane * step, indices, index_strides, limits)
             found = cute.arch.vote_ballot_sync(alive)
             while found != 0:
                 if lane == cute.arch.popc((found & (0 - found)) - 1):
-                    stage = i & 1
-                    if i >= roles.TILES:
-                        ptx.mbar_wait(shared + self.tile_empty + 8 * stage, ((i >> 1) & 1) ^ 1)
-                    tile.start_load(
-                        shared + self.tiles + tile.TILE_BYTES * stage,
-                        layer[0] + Int64(slot) * layer_strides[0] + Int64(h) * tile.STATE_BYTES,
-                        shared + self.tile_full + 8 * stage,
+                    turns = i // self.depth
+                    spot = i - turns * self.depth
+                    if i >= self.depth:
+                        ptx.mbar_wait(shared + self.tile_empty + 8 * spot, (turns & 1) ^ 1)
+                    self.tile.start_load(
+                        shared + self.tiles + self.tile.bytes * spot,
+                        self.state_address(slot, h, share, layer, layer_strides),
+                        shared + self.tile_full + 8 * spot,
                     )
                 cute.arch.sync_warp()
                 found = found & (found - 1)
@@ -169,38 +187,46 @@ class VerifyF32(roles.VerifyRoles):
 
     @cute.jit
     def load_inputs(
-        self, shared: Int32, lane: Int32, tokens, token_strides, layer, layer_strides, indices, index_strides, limits
+        self,
+        shared: Int32,
+        lane: Int32,
+        share: Int32,
+        tokens,
+        token_strides,
+        layer,
+        layer_strides,
+        indices,
+        index_strides,
+        limits,
     ):
         """Warp 13: notices, records, and after the wait the tokens of each live item; one lane a token and tensor."""
         block, _, _ = cute.arch.block_idx()
-        step, _, _ = cute.arch.grid_dim()
+        blocks, _, _ = cute.arch.grid_dim()
+        step = blocks // self.split
         i = Int32(0)
-        base = Int32(block)
+        base = Int32(block) // self.split
         while base < limits[2] * self.heads:
             alive, h, slot, row, n, first, length = self.find_item(base + lane * step, indices, index_strides, limits)
             found = cute.arch.vote_ballot_sync(alive)
             while found != 0:
                 turn = cute.arch.popc((found & (0 - found)) - 1)
                 stage = i & 1
-                place = i - i // roles.VALUES * roles.VALUES
+                place = i - i // rings.VALUES * rings.VALUES
                 self.wait_free(shared, i)
                 if lane == turn:
-                    at = shared + self.input_notices + roles.NOTICE_BYTES * stage
-                    value_at = shared + self.value_notices + roles.NOTICE_BYTES * place
+                    at = shared + self.input_notices + rings.NOTICE_BYTES * stage
+                    value_at = shared + self.value_notices + rings.NOTICE_BYTES * place
                     record = (
                         layer[2] + Int64(row) * layer_strides[2] + Int64(h) * (self.q * self.key_gate_bytes)
                     )
                     correction = layer[1] + Int64(row) * layer_strides[1] + Int64(h) * (self.q * V * 4)
-                    ptx.store_shared(at + roles.N, n, length, h, first)
-                    ptx.store_shared(at + roles.KEY_GATE, record)
-                    beta = tokens[4] + Int64(first) * token_strides[4] + Int64(h) * (self.beta_dtype.width // 8)
-                    ptx.store_shared(at + roles.BETA, beta)
-                    ptx.store_shared(value_at + roles.N, n, length)
-                    ptx.store_shared(value_at + roles.CORRECTION, correction)
+                    ptx.store_shared(at + rings.N, n, length, h, first)
+                    ptx.store_shared(at + rings.KEY_GATE, record)
+                    ptx.store_shared(value_at + rings.N, n, length)
+                    ptx.store_shared(value_at + rings.CORRECTION, correction)
                     out = tokens[5] + Int64(first) * token_strides[5] + Int64(h) * self.token_bytes
-                    ptx.store_shared(value_at + roles.OUT, out)
-                    state = layer[0] + Int64(slot) * layer_strides[0] + Int64(h) * tile.STATE_BYTES
-                    ptx.store_shared(value_at + roles.STATE, state)
+                    ptx.store_shared(value_at + rings.OUT, out)
+                    ptx.store_shared(value_at + rings.STATE, self.state_address(slot, h, share, layer, layer_strides))
                     record_full = shared + self.record_full + 8 * stage
                     correction_full = shared + self.correction_full + 8 * place
                     ptx.mbar_expect(record_full, n * self.key_gate_bytes)
@@ -224,32 +250,32 @@ class VerifyF32(roles.VerifyRoles):
             base += 32 * step
         self.wait_free(shared, i)
         if lane == 0:
-            place = i - i // roles.VALUES * roles.VALUES
-            ptx.store_shared(shared + self.input_notices + roles.NOTICE_BYTES * (i & 1) + roles.N, Int32(roles.END))
-            ptx.store_shared(shared + self.value_notices + roles.NOTICE_BYTES * place + roles.N, Int32(roles.END))
+            place = i - i // rings.VALUES * rings.VALUES
+            ptx.store_shared(shared + self.input_notices + rings.NOTICE_BYTES * (i & 1) + rings.N, Int32(rings.END))
+            ptx.store_shared(shared + self.value_notices + rings.NOTICE_BYTES * place + rings.N, Int32(rings.END))
             ptx.mbar_arrive(shared + self.record_full + 8 * (i & 1))
             ptx.mbar_arrive(shared + self.correction_full + 8 * place)
 
     @cute.jit
     def wait_free(self, shared: Int32, i: Int32):
         """Until item i's places in the rings of raw inputs and of u and v are free."""
-        turn = i // roles.VALUES
-        if i >= roles.INPUTS:
+        turn = i // rings.VALUES
+        if i >= rings.INPUTS:
             ptx.mbar_wait(shared + self.input_empty + 8 * (i & 1), ((i >> 1) & 1) ^ 1)
-        if i >= roles.VALUES:
-            ptx.mbar_wait(shared + self.value_empty + 8 * (i - turn * roles.VALUES), (turn & 1) ^ 1)
+        if i >= rings.VALUES:
+            ptx.mbar_wait(shared + self.value_empty + 8 * (i - turn * rings.VALUES), (turn & 1) ^ 1)
 
     @cute.jit
     def load_tokens(self, shared: Int32, lane: Int32, i: Int32, tokens, token_strides):
-        """q, k, gate and v of item i's tokens: lane = token + 8 * tensor."""
+        """q, k, gate and v of item i's tokens, lane = token + 8 * tensor; then their beta."""
         stage = i & 1
-        place = i - i // roles.VALUES * roles.VALUES
-        at = shared + self.input_notices + roles.NOTICE_BYTES * stage
+        place = i - i // rings.VALUES * rings.VALUES
+        at = shared + self.input_notices + rings.NOTICE_BYTES * stage
         token_full = shared + self.token_full + 8 * stage
         value_full = shared + self.value_full + 8 * place
-        length = ptx.load_shared(at + roles.LENGTH, Int32)
-        h = ptx.load_shared(at + roles.HEAD, Int32)
-        first = ptx.load_shared(at + roles.FIRST, Int32)
+        length = ptx.load_shared(at + rings.LENGTH, Int32)
+        h = ptx.load_shared(at + rings.HEAD, Int32)
+        first = ptx.load_shared(at + rings.FIRST, Int32)
         if lane == 0:
             ptx.mbar_expect(token_full, length * (3 * self.token_bytes))
             ptx.mbar_expect(value_full, length * self.token_bytes)
@@ -269,6 +295,13 @@ class VerifyF32(roles.VerifyRoles):
         if t < length:
             address = source + Int64(first + t) * stride + Int64(h) * self.token_bytes
             ptx.bulk_load(target + t * self.token_bytes, address, Int32(self.token_bytes), barrier)
+        if lane < length:
+            at_beta = tokens[4] + Int64(first + lane) * token_strides[4] + Int64(h) * (self.beta_dtype.width // 8)
+            beta = ptx.load_global(at_beta, self.beta_dtype).to(Float32)
+            ptx.store_shared(shared + self.betas + 32 * place + 4 * lane, ptx.sigmoid(beta))
+        cute.arch.sync_warp()
+        if lane == 0:
+            ptx.mbar_arrive(value_full)
 
     @cute.jit
     def write_zeros(self, lane: Int32, out: Int64, out_stride: Int64, indices, index_strides, limits):

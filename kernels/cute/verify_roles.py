@@ -1,10 +1,6 @@
 """What the three computing warpgroups of the deferred verify do; the kernel around them is verify.py.
 
-Shared memory and mbarriers are laid out by `VerifyLayout`. A ring's place i % depth is filled when its `full` barrier
-completes and free again when its `empty` barrier does. Two notices travel with every item: one with the raw inputs
-(two places, freed early) and one with u and v (three places, freed when the item is finished).
-
-Numbers behind the layout:
+Shared memory and mbarriers are laid out in verify_layout.py. Numbers behind the layout:
 - The window's 16 probe columns p_t, r_t stand in shared memory split into TF32 parts, hi and lo, so that the fold
   warpgroup multiplies without splitting them again. Neighbouring rows are 16 floats apart by an exclusive or
   (`swizzled`): rows gq and gq + 1 of a fragment would else meet in the same banks.
@@ -18,77 +14,25 @@ from cutlass import Float32, Int32, Int64
 
 from . import ptx, tile
 from .tile import K, V
+from .verify_layout import (
+    CORRECTION,
+    HEAD,
+    KEY_GATE,
+    LENGTH,
+    NOTICE_BYTES,
+    OUT,
+    PARTIAL,
+    PROBES,
+    PROJECTION_BYTES,
+    STAGES,
+    STATE,
+    VALUES,
+    N,
+    VerifyLayout,
+    swizzled,
+)
 
-END = -1
-PROBES = 16  # p_0..p_7 and r_0..r_7
-TILES, INPUTS, VALUES, STAGES = 2, 2, 3, 2  # depth of the rings: state; raw inputs; u and v; coefficients
-PROJECTION_BYTES = 17 * 4  # a row of projections, one float of padding against bank conflicts
-PARTIAL = 9  # floats in a padded row of partial couplings
-NOTICE_BYTES = 64
-# Byte offsets in the notice of the raw inputs ...
-N, LENGTH, HEAD, FIRST, KEY_GATE, BETA = 0, 4, 8, 12, 16, 24
-# ... and in the notice of u and v.
-CORRECTION, OUT, STATE = 16, 24, 32
 _BAR_WINDOW, _BAR_SOLVE = 1, 2
-
-
-def swizzled(row, channel_byte):
-    """Byte offset of a channel in a [rows, K] FP32 matrix of coefficients."""
-    return row * (K * 4) + (channel_byte ^ ((row & 1) << 6))
-
-
-class VerifyLayout:
-    """Static facts of one variant: sizes, and where everything lies in shared memory."""
-
-    def __init__(self, heads, q, dtype, beta_dtype, a_log_dtype, dt_bias_dtype, programmatic):
-        self.heads, self.q, self.dtype, self.beta_dtype = heads, q, dtype, beta_dtype
-        self.a_log_dtype, self.dt_bias_dtype, self.programmatic = a_log_dtype, dt_bias_dtype, programmatic
-        self.size = dtype.width // 8
-        self.token_bytes = K * self.size  # one head's q, k, v or gate of a token
-        self.key_gate_bytes = 2 * self.token_bytes
-        self.window_bytes = q * self.token_bytes
-        self.matrix_bytes = PROBES * K * 4
-        self._at = 0
-        take = self._take
-        self.tiles = take(TILES * tile.TILE_BYTES)
-        self.records = take(INPUTS * q * self.key_gate_bytes)
-        self.keys = take(INPUTS * self.window_bytes)
-        self.gates = take(INPUTS * self.window_bytes)
-        self.queries = take(INPUTS * self.window_bytes)
-        self.corrections = take(VALUES * q * V * 4)
-        self.values = take(VALUES * self.window_bytes)
-        self.replay_bytes = (q + 1) * K * 4
-        self.replays = take(STAGES * self.replay_bytes)
-        self.high = take(STAGES * self.matrix_bytes)
-        self.low = take(STAGES * self.matrix_bytes)
-        self.inverse = take(STAGES * self.matrix_bytes // 2)  # k̂_i exp(-L_i); later the partial couplings
-        self.couplings = take(STAGES * PROBES * 32)
-        self.betas = take(STAGES * 32)
-        self.projections = take(V * PROJECTION_BYTES)
-        self.window_norms = take(STAGES * PROBES * 16)
-        self.replay_norms = take(STAGES * tile.MAX_Q * 16)
-        self.input_notices = take(INPUTS * NOTICE_BYTES)
-        self.value_notices = take(VALUES * NOTICE_BYTES)
-        self._barriers = []
-        bar = self._barrier
-        self.tile_full, self.tile_empty = bar(TILES, 1), bar(TILES, 4)
-        self.record_full, self.token_full, self.input_empty = bar(INPUTS, 1), bar(INPUTS, 1), bar(INPUTS, 8)
-        self.correction_full, self.value_full = bar(VALUES, 1), bar(VALUES, 1)
-        self.value_empty = bar(VALUES, 8)
-        self.replay_full, self.replay_empty = bar(STAGES, 4), bar(STAGES, 4)
-        self.window_full, self.window_empty = bar(STAGES, 4), bar(STAGES, 8)
-        self.projection_full, self.projection_empty = bar(1, 4), bar(1, 4)
-        self.shared_bytes = self._at
-
-    def _take(self, size):
-        at = self._at
-        self._at += (size + 15) // 16 * 16
-        return at
-
-    def _barrier(self, depth, count):
-        at = self._take(8 * depth)
-        self._barriers += [(at + 8 * i, count) for i in range(depth)]
-        return at
 
 
 class VerifyRoles(VerifyLayout):
@@ -101,35 +45,33 @@ class VerifyRoles(VerifyLayout):
         return at, place, ptx.load_shared(at + N, Int32)
 
     @cute.jit
-    def project(self, shared: Int32, warp: Int32, lane: Int32):
-        """Warpgroup 0: fold the tile in registers, start its store, multiply it with the window's probes."""
-        state = cute.make_rmem_tensor(cute.make_layout(128), Float32)
-        sums = cute.make_rmem_tensor(cute.make_layout(32), Float32)
+    def project(self, shared: Int32, warp: Int32, lane: Int32, share: Int32):
+        """Warpgroup 0: fold the tile in registers, write it back to its place, multiply it with the window's probes."""
+        state = cute.make_rmem_tensor(cute.make_layout(self.tile.values), Float32)
+        sums = cute.make_rmem_tensor(cute.make_layout(self.tile.values // 4), Float32)
         gq, tq = lane >> 2, lane & 3
-        first_row, offset = tile.thread_rows(warp, lane)
+        first_row, offset = self.tile.place(warp, lane)
         i = Int32(0)
         at, place, n = self.value_notice(shared, i)
         while n >= 0:
             stage = i & 1
             phase = (i >> 1) & 1
-            target = ptx.load_shared(at + STATE, Int64)
-            here = shared + self.tiles + tile.TILE_BYTES * stage
+            turn = i // self.depth
+            slot = i - turn * self.depth
+            here = shared + self.tiles + self.tile.bytes * slot
             replay = shared + self.replays + self.replay_bytes * stage + tq * 16
-            ptx.mbar_wait(shared + self.tile_full + 8 * stage, phase)
-            tile.load_tile(state, here + offset)
+            ptx.mbar_wait(shared + self.tile_full + 8 * slot, turn & 1)
+            self.tile.load(state, here + offset)
             ptx.mbar_wait(shared + self.replay_full + 8 * stage, phase)
             if n > 0:
-                corrections = shared + self.corrections + self.q * V * 4 * place + first_row * 4
-                tile.fold_tile(state, n, replay + self.q * K * 4, replay, corrections)
-                tile.store_tile(state, here + offset)
+                corrections = shared + self.corrections + self.q * V * 4 * place
+                corrections += (share * self.tile.rows + first_row) * 4
+                self.tile.fold(state, n, replay + self.q * K * 4, replay, corrections)
+                self.tile.store(state, here + offset)
                 ptx.fence_async_shared()
-                cute.arch.sync_warp()
-                if lane == 0:
-                    tile.start_store(target, here, warp)
             cute.arch.sync_warp()
             if lane == 0:
-                if n == 0:
-                    ptx.mbar_arrive(shared + self.tile_empty + 8 * stage)
+                ptx.mbar_arrive(shared + self.tile_folded + 8 * slot)
                 ptx.mbar_arrive(shared + self.replay_empty + 8 * stage)
                 ptx.mbar_arrive(shared + self.value_empty + 8 * place)
             ptx.mbar_wait(shared + self.window_full + 8 * stage, phase)
@@ -137,36 +79,56 @@ class VerifyRoles(VerifyLayout):
             cute.arch.sync_warp()
             if lane == 0:
                 ptx.mbar_arrive(shared + self.window_empty + 8 * stage)
-                if n > 0:
-                    # The store has had all the products' time to leave shared memory.
-                    ptx.bulk_wait_read()
-                    ptx.mbar_arrive(shared + self.tile_empty + 8 * stage)
             if i > 0:
                 ptx.mbar_wait(shared + self.projection_empty, (i - 1) & 1)
-            cute.arch.sync_warp()
-            for m in cutlass.range_constexpr(2):
+            for m in cutlass.range_constexpr(self.tile.thread_rows // 2):
                 for r in cutlass.range_constexpr(2):
                     row = shared + self.projections + (first_row + 8 * m + 4 * r) * PROJECTION_BYTES + tq * 8
                     for p in cutlass.range_constexpr(2):
                         for e in cutlass.range_constexpr(2):
-                            at_sum = 8 * m + 4 * p + 2 * r + e
-                            ptx.store_shared(row + (32 * p + 4 * e), sums[at_sum] + sums[16 + at_sum])
+                            ptx.store_shared(row + (32 * p + 4 * e), sums[8 * m + 4 * p + 2 * r + e])
             cute.arch.sync_warp()
             if lane == 0:
                 ptx.mbar_arrive(shared + self.projection_full)
+            i += 1
+            at, place, n = self.value_notice(shared, i)
+
+    @cute.jit
+    def write_back(self, shared: Int32, lane: Int32):
+        """Warp 15: bulk-store every folded tile, and free its place as soon as the store has read it.
+
+        A warp of its own, because the fold warps go on to the products, which wait for the window: the next state
+        could not be loaded meanwhile.
+        """
+        i = Int32(0)
+        at, place, n = self.value_notice(shared, i)
+        while n >= 0:
+            turn = i // self.depth
+            slot = i - turn * self.depth
+            target = ptx.load_shared(at + STATE, Int64)
+            ptx.mbar_wait(shared + self.tile_folded + 8 * slot, turn & 1)
+            cute.arch.sync_warp()
+            if lane == 0:
+                ptx.mbar_arrive(shared + self.value_empty + 8 * place)
+                if n > 0:
+                    self.tile.start_store(target, shared + self.tiles + self.tile.bytes * slot)
+                    ptx.bulk_wait_read()
+                ptx.mbar_arrive(shared + self.tile_empty + 8 * slot)
+            cute.arch.sync_warp()
             i += 1
             at, place, n = self.value_notice(shared, i)
         if lane == 0:
             ptx.bulk_wait()
 
     def multiply(self, state, sums, matrices, gq, tq):
-        """sums[8 m + 4 p + ...] = S [32 rows of the warp] x probes: m row half, p the p_t or the r_t; +16 cross terms."""
-        d = [[[Float32(0.0)] * 4 for _ in range(4)] for _ in range(2)]  # [hi hi, cross][2 m + p]
+        """sums[8 m + 4 p + ...] = the warp's rows of S x probes: m a group of 16 rows, p the p_t or the r_t."""
+        groups = self.tile.thread_rows // 2
+        d = [[[Float32(0.0)] * 4 for _ in range(2 * groups)] for _ in range(2)]  # [hi hi, cross terms][2 m + p]
         for j in range(8):
             at = swizzled(gq, tq * 16 + 64 * j)
             high = [ptx.load_shared(matrices + self.high + at + 8 * K * 4 * p, Int32, 4) for p in range(2)]
             low = [ptx.load_shared(matrices + self.low + at + 8 * K * 4 * p, Int32, 4) for p in range(2)]
-            for m in range(2):
+            for m in range(groups):
                 upper = [ptx.split_tf32(state[32 * (2 * m) + 4 * j + c]) for c in range(4)]
                 lower = [ptx.split_tf32(state[32 * (2 * m + 1) + 4 * j + c]) for c in range(4)]
                 for c in (0, 2):
@@ -177,14 +139,13 @@ class VerifyRoles(VerifyLayout):
                         d[0][o] = ptx.mma_tf32(d[0][o], a[0], b_high)
                         d[1][o] = ptx.mma_tf32(d[1][o], a[0], b_low)
                         d[1][o] = ptx.mma_tf32(d[1][o], a[1], b_high)
-        for s in range(2):
-            for o in range(4):
-                for e in range(4):
-                    sums[16 * s + 4 * o + e] = d[s][o][e]
+        for o in range(2 * groups):
+            for e in range(4):
+                sums[4 * o + e] = d[0][o][e] + d[1][o][e]
 
     @cute.jit
-    def prepare_window(self, shared: Int32, c: Int32, warp: Int32, lane: Int32, parameters, beta_stride: Int64):
-        """Warpgroup 1, thread c = channel c: p, r, k̂ exp(-L) of the window, its beta, and its raw records."""
+    def prepare_window(self, shared: Int32, c: Int32, warp: Int32, lane: Int32, share: Int32, parameters):
+        """Warpgroup 1, thread c = channel c: p, r, k̂ exp(-L) of the window, and its raw records."""
         a_logs, dt_biases, lower_bound = parameters
         i = Int32(0)
         ptx.mbar_wait(shared + self.record_full, 0)
@@ -193,49 +154,62 @@ class VerifyRoles(VerifyLayout):
             stage = i & 1
             phase = (i >> 1) & 1
             at = shared + self.input_notices + NOTICE_BYTES * stage
+            if cutlass.const_expr(self.split > 1):
+                # This block has its copy of the raw records: the peer may overwrite them.
+                if c == 0:
+                    ptx.mbar_arrive_peer(shared + self.peer_read + 8 * stage, share ^ 1)
             length = ptx.load_shared(at + LENGTH, Int32)
             h = ptx.load_shared(at + HEAD, Int32)
             record = ptx.load_shared(at + KEY_GATE, Int64)
-            beta_at = ptx.load_shared(at + BETA, Int64)
             scale = ptx.exp(self.load_parameter(a_logs, h, self.a_log_dtype))
             bias = self.load_parameter(dt_biases, h * K + c, self.dt_bias_dtype)
             # From here on the predecessor's outputs are there: the loader waited before it asked for tokens.
             ptx.mbar_wait(shared + self.token_full + 8 * stage, phase)
-            beta = Float32(0.0)
-            if c < length:
-                beta = ptx.load_global(beta_at + Int64(c) * beta_stride, self.beta_dtype).to(Float32)
             inputs = shared + self.window_bytes * stage
             raw = [
                 [ptx.load_shared(inputs + base + c * self.size + t * self.token_bytes, self.dtype) for t in range(self.q)]
                 for base in (self.keys, self.queries, self.gates)
             ]
             keys, queries, gates = ([x.to(Float32) for x in column] for column in raw)
-            logs = [tile.log_decay(gate, scale, bias, lower_bound) for gate in gates]
-            self.copy_record(inputs, record, c, length)
             norms = shared + self.window_norms + PROBES * 16 * stage
             tile.store_norm_partials(keys, norms, warp, lane)
             tile.store_norm_partials(queries, norms + 128, warp, lane)
+            forward, backward = self.running_products([tile.log_decay(g, scale, bias, lower_bound) for g in gates])
             if i >= STAGES:
                 ptx.mbar_wait(shared + self.window_empty + 8 * stage, phase ^ 1)
             cute.arch.barrier(barrier_id=_BAR_WINDOW, number_of_threads=128)
-            if lane == 0:
-                ptx.mbar_arrive(shared + self.input_empty + 8 * stage)
-            if c < self.q:
-                ptx.store_shared(shared + self.betas + 32 * stage + c * 4, ptx.sigmoid(beta))
-            self.store_window(shared, stage, norms, keys, queries, logs, c, lane)
+            self.store_window(shared, stage, norms, keys, queries, forward, backward, c, lane)
             cute.arch.sync_warp()
             if lane == 0:
                 ptx.mbar_arrive(shared + self.window_full + 8 * stage)
+            if cutlass.const_expr(self.split > 1):
+                ptx.mbar_wait_peer(shared + self.peer_read + 8 * stage, phase)
+            self.copy_record(inputs, record, c, length, share)
+            cute.arch.sync_warp()
+            if lane == 0:
+                ptx.mbar_arrive(shared + self.input_empty + 8 * stage)
             i += 1
             ptx.mbar_wait(shared + self.record_full + 8 * (i & 1), (i >> 1) & 1)
             n = ptx.load_shared(shared + self.input_notices + NOTICE_BYTES * (i & 1) + N, Int32)
+
+    def running_products(self, logs):
+        """Π exp(g_j) and Π exp(-g_j) over j <= t."""
+        forward, backward = [], []
+        for t, log in enumerate(logs):
+            up, down = ptx.exp(log), ptx.exp(-log)
+            forward.append(forward[t - 1] * up if t else up)
+            backward.append(backward[t - 1] * down if t else down)
+        return forward, backward
 
     def load_parameter(self, base, index, dtype):
         return ptx.load_global(base + Int64(index) * (dtype.width // 8), dtype).to(Float32)
 
     @cute.jit
-    def copy_record(self, inputs: Int32, record: Int64, c: Int32, length: Int32):
-        """Raw keys and gates of the window's tokens into the row's records, 16 bytes a thread at a time."""
+    def copy_record(self, inputs: Int32, record: Int64, c: Int32, length: Int32, share: Int32):
+        """Raw keys and gates of the window's tokens into the row's records, 16 bytes a thread at a time.
+
+        Of two blocks on a head the first writes the keys and the second the gates.
+        """
         chunks = self.token_bytes // 16
         for turn in cutlass.range_constexpr((self.q * chunks + 127) // 128):
             t = (c + 128 * turn) // chunks
@@ -243,25 +217,26 @@ class VerifyRoles(VerifyLayout):
             if t < cutlass.min(length, self.q):
                 source = inputs + t * self.token_bytes + byte
                 target = record + Int64(t * self.key_gate_bytes + byte)
-                ptx.store_global(target, *ptx.load_shared(source + self.keys, Int32, 4))
-                ptx.store_global(target + self.token_bytes, *ptx.load_shared(source + self.gates, Int32, 4))
+                if cutlass.const_expr(self.split == 1):
+                    ptx.store_global(target, *ptx.load_shared(source + self.keys, Int32, 4))
+                    ptx.store_global(target + self.token_bytes, *ptx.load_shared(source + self.gates, Int32, 4))
+                else:
+                    source += ptx.select(share == 0, Int32(self.keys), Int32(self.gates))
+                    ptx.store_global(target + Int64(share * self.token_bytes), *ptx.load_shared(source, Int32, 4))
 
-    def store_window(self, shared, stage, norms, keys, queries, logs, c, lane):
-        """p_t = k̂_t Π exp(g), r_t = q̂_t Π exp(g) in two TF32 parts each, and k̂_t Π exp(-g); products over j <= t."""
+    def store_window(self, shared, stage, norms, keys, queries, forward, backward, c, lane):
+        """p_t = k̂_t Π exp(g) and r_t = q̂_t Π exp(g) in two TF32 parts each, and k̂_t Π exp(-g)."""
         inverse = tile.inverse_norm(norms + (lane & 15) * 16)
         inverse = inverse * ptx.select((lane & 15) >= 8, Float32(K**-0.5), Float32(1.0))
         high = shared + self.high + self.matrix_bytes * stage
         low = shared + self.low + self.matrix_bytes * stage
         backward_at = shared + self.inverse + self.matrix_bytes // 2 * stage
-        forward, backward = Float32(1.0), Float32(1.0)
         for t in range(self.q):
-            forward = forward * ptx.exp(logs[t])
-            backward = backward * ptx.exp(-logs[t])
             key = keys[t] * cute.arch.shuffle_sync(inverse, t)
             query = queries[t] * cute.arch.shuffle_sync(inverse, 8 + t)
             at = swizzled(t, c * 4)
-            ptx.store_shared(backward_at + at, key * backward)
-            for row, probe in ((0, key * forward), (8, query * forward)):
+            ptx.store_shared(backward_at + at, key * backward[t])
+            for row, probe in ((0, key * forward[t]), (8, query * forward[t])):
                 parts = ptx.split_tf32(probe)
                 ptx.store_shared(high + at + row * K * 4, parts[0])
                 ptx.store_shared(low + at + row * K * 4, parts[1])
@@ -318,15 +293,20 @@ class VerifyRoles(VerifyLayout):
         return ptx.load_shared(table + 32 * row, count=4) + ptx.load_shared(table + (32 * row + 16), count=4)
 
     @cute.jit
-    def solve(self, shared: Int32, i: Int32, c: Int32, warp: Int32, lane: Int32, out_stride: Int64):
+    def solve(self, shared: Int32, i: Int32, c: Int32, warp: Int32, lane: Int32, share: Int32, out_stride: Int64):
         """Warpgroup 2, thread c = value channel c: couplings, then u and o of the window, token by token."""
         stage = i & 1
         phase = (i >> 1) & 1
         at, place, n = self.value_notice(shared, i)
         turn = i // VALUES
         length = ptx.load_shared(at + LENGTH, Int32)
-        record = ptx.load_shared(at + CORRECTION, Int64) + Int64(c * 4)
-        out = ptx.load_shared(at + OUT, Int64) + Int64(c * self.size)
+        channel = share * self.tile.rows + c
+        if cutlass.const_expr(self.split > 1):
+            # The other half of the threads has no row of the tile.
+            length = ptx.select(c < self.tile.rows, length, Int32(0))
+            channel = ptx.select(c < self.tile.rows, channel, c)
+        record = ptx.load_shared(at + CORRECTION, Int64) + Int64(channel * 4)
+        out = ptx.load_shared(at + OUT, Int64) + Int64(channel * self.size)
         ptx.mbar_wait(shared + self.value_full + 8 * place, turn & 1)
         ptx.mbar_wait(shared + self.window_full + 8 * stage, phase)
         gq, tq = lane >> 2, lane & 3
@@ -343,7 +323,7 @@ class VerifyRoles(VerifyLayout):
         table = shared + self.couplings + PROBES * 32 * stage
         ptx.store_shared(table + c * 4, shares[0] + shares[1] + shares[2] + shares[3])
         cute.arch.barrier(barrier_id=_BAR_SOLVE, number_of_threads=128)
-        window = shared + self.values + self.window_bytes * place + c * self.size
+        window = shared + self.values + self.window_bytes * place + channel * self.size
         v = [ptx.load_shared(window + t * self.token_bytes, self.dtype).to(Float32) for t in range(self.q)]
         ptx.mbar_wait(shared + self.projection_full, i & 1)
         row = shared + self.projections + c * PROJECTION_BYTES
@@ -359,7 +339,7 @@ class VerifyRoles(VerifyLayout):
             weights = self.load_couplings(table, t)
             for j in cutlass.range_constexpr(t):
                 x = ptx.fma(-weights[j], u[j], x)
-            u.append(ptx.load_shared(shared + self.betas + 32 * stage + 4 * t) * x)
+            u.append(ptx.load_shared(shared + self.betas + 32 * place + 4 * t) * x)
             if t < length:
                 ptx.store_global(record + t * (V * 4), u[t])
         for t in cutlass.range_constexpr(self.q):

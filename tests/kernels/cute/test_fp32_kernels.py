@@ -1,10 +1,9 @@
 """The FP32 CuTe kernels against a float64 oracle, and against each other bit for bit."""
 
+import fp32_steps as steps
 import pytest
 import torch
-
-from . import steps
-from .steps import int32, relative
+from fp32_steps import int32, relative
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
@@ -21,12 +20,12 @@ def kernels():
     return commit, deferred
 
 
-def run_verify(deferred, case, tokens, loc, slots, rows=None, pending=None, q=8, programmatic=False, errors=None):
+def run_verify(deferred, case, tokens, loc, slots, rows=None, pending=None, q=8, programmatic=False, errors=None, split=None):
     errors = torch.zeros(10, dtype=torch.int32, device="cuda") if errors is None else errors
     deferred.deferred_verify_f32(
         tokens.q, tokens.k, tokens.v, tokens.raw_g, tokens.raw_beta, case.a_log, case.dt_bias, steps.LOWER_BOUND,
         case.state, case.records, loc, slots, q, tokens.out, errors,
-        record_rows=rows, pending=pending, programmatic=programmatic,
+        record_rows=rows, pending=pending, programmatic=programmatic, split=split,
     )  # fmt: skip
     return errors
 
@@ -63,7 +62,8 @@ def check_verify(case, before, tokens, loc, slots, rows, pending, q, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("strong", [False, True], ids=["random", "strong"])
 @pytest.mark.parametrize("q", [8, 5, 1])
-def test_deferred_verify_matches_the_oracle(kernels, q, strong, dtype):
+@pytest.mark.parametrize("split", [1, 2])
+def test_deferred_verify_matches_the_oracle(kernels, split, q, strong, dtype):
     """Ragged windows, a null row, a row without a record row, one without tokens, an over-long one, and a tail."""
     lengths = [q, 0, max(q - 3, 1), 2 * q + 1, 1, q, q]
     slots = [3, 5, 0, 7, 2, 9, 4]
@@ -75,13 +75,14 @@ def test_deferred_verify_matches_the_oracle(kernels, q, strong, dtype):
     case = steps.make_case(11, 7, 3, q, dtype, strong=strong)
     before = case.clone()
     tokens = steps.make_tokens(loc[-1] + 5, 3, dtype, strong=strong)
-    errors = run_verify(kernels[1], case, tokens, int32(loc), int32(slots), int32(rows), int32(pending), q)
+    errors = run_verify(kernels[1], case, tokens, int32(loc), int32(slots), int32(rows), int32(pending), q, split=split)
     check_verify(case, before, tokens, loc, slots, rows, pending, q, dtype)
     assert errors.tolist()[5] == 1, "the over-long row is counted once"
 
 
 @pytest.mark.parametrize("heads, batch", [(12, 64), (5, 61)])
-def test_many_items_a_block(kernels, heads, batch):
+@pytest.mark.parametrize("split", [1, 2])
+def test_many_items_a_block(kernels, split, heads, batch):
     """Every ring turns many times, with pending 0 to Q in a row, and the second step replays the first one's records."""
     q = 8
     case = steps.make_case(batch + 1, batch, heads, q)
@@ -91,13 +92,14 @@ def test_many_items_a_block(kernels, heads, batch):
     for step in range(2):
         pending = [(r * 5 + step) % (q + 1) for r in range(batch)]
         before, tokens = case.clone(), steps.make_tokens(loc[-1], heads)
-        errors = run_verify(kernels[1], case, tokens, int32(loc), int32(slots), int32(rows), int32(pending), q)
+        errors = run_verify(kernels[1], case, tokens, int32(loc), int32(slots), int32(rows), int32(pending), q, split=split)
         check_verify(case, before, tokens, loc, slots, rows, pending, q, torch.bfloat16)
         assert not errors.any()
 
 
-def test_replay_flush_and_commit_have_the_same_bits(kernels):
-    """Fold of n records: in the verify and by the fold kernel, and outputs after either."""
+@pytest.mark.parametrize("splits", [(1, 1), (1, 2), (2, 1)], ids=str)
+def test_replay_flush_and_commit_have_the_same_bits(kernels, splits):
+    """Fold of n records: in the verify and by the fold kernel, and outputs after either, one or two blocks a head."""
     commit, deferred = kernels
     q, batch, heads = 8, 20, 4
     case = steps.make_case(batch + 2, batch, heads, q)
@@ -106,13 +108,13 @@ def test_replay_flush_and_commit_have_the_same_bits(kernels):
     loc = int32([q * b for b in range(batch + 1)])
     tokens = steps.make_tokens(q * batch, heads)
     replayed, flushed = case.clone(), case.clone()
-    run_verify(deferred, replayed, tokens, loc, int32(slots), int32(rows), int32(pending))
+    run_verify(deferred, replayed, tokens, loc, int32(slots), int32(rows), int32(pending), split=splits[0])
     outputs = tokens.out.clone()
     plan = steps.plan_of([pending[r] for r in rows], slots)
-    commit.fold(steps.stack_of([flushed], q), plan, int32(slots), int32(rows), False)
+    commit.fold(steps.stack_of([flushed], q), plan, int32(slots), int32(rows), False, split=splits[1])
     assert torch.equal(replayed.state, flushed.state)
     tokens.out.fill_(float("nan"))
-    run_verify(deferred, flushed, tokens, loc, int32(slots), int32(rows))
+    run_verify(deferred, flushed, tokens, loc, int32(slots), int32(rows), split=splits[1])
     assert torch.equal(outputs, tokens.out)
     assert torch.equal(replayed.correction, flushed.correction)
     assert torch.equal(replayed.key_gate, flushed.key_gate)
@@ -120,7 +122,8 @@ def test_replay_flush_and_commit_have_the_same_bits(kernels):
 
 
 @pytest.mark.parametrize("indexed", [False, True], ids=["batch rows", "record rows"])
-def test_fold_of_all_layers_with_a_boundary(kernels, indexed):
+@pytest.mark.parametrize("split", [1, 2])
+def test_fold_of_all_layers_with_a_boundary(kernels, split, indexed):
     """Source, boundary and final block in every combination of equal and different; null and -1 rows change nothing."""
     q, layers, heads, batch = 8, 3, 2, 9
     cases = [steps.make_case(40, batch + 3, heads, q) for _ in range(layers)]
@@ -132,7 +135,7 @@ def test_fold_of_all_layers_with_a_boundary(kernels, indexed):
     boundary_lens = [0, 3, 4, 7, 2, 0, 1, 0, 1]
     rows = [5, 4, 3, 2, 1, 0, -1, 11, 8] if indexed else list(range(batch))
     plan = steps.plan_of(lens, final, boundary, boundary_lens)
-    kernels[0].fold(steps.stack_of(cases, q), plan, int32(source), int32(rows) if indexed else None, True)
+    kernels[0].fold(steps.stack_of(cases, q), plan, int32(source), int32(rows) if indexed else None, True, split)
     for case, old in zip(cases, before, strict=True):
         want = old.state.double()
         touched = set()
@@ -213,7 +216,8 @@ def test_hostile_indices_stay_inside_and_are_counted(kernels):
 
 
 @pytest.mark.parametrize("batch", [1, 3, 40])
-def test_programmatic_chain_in_a_graph_has_the_same_bits(kernels, batch):
+@pytest.mark.parametrize("split", [1, 2])
+def test_programmatic_chain_in_a_graph_has_the_same_bits(kernels, split, batch):
     """Layer after layer, each reading the one before, 20 replays: as launched one by one without the attribute."""
     q, heads, layers = 8, 12, 6
     cases = [steps.make_case(batch + 1, batch, heads, q) for _ in range(layers)]
@@ -228,7 +232,10 @@ def test_programmatic_chain_in_a_graph_has_the_same_bits(kernels, batch):
     def step(mine, programmatic):
         for l in range(layers):
             chained = programmatic and l > 0
-            run_verify(kernels[1], mine[l], tokens[l], loc, slots, rows, pending, programmatic=chained, errors=errors)
+            run_verify(
+                kernels[1], mine[l], tokens[l], loc, slots, rows, pending, programmatic=chained, errors=errors,
+                split=split,
+            )
 
     plain, chained = [c.clone() for c in cases], [c.clone() for c in cases]
     for _ in range(20):
