@@ -7,6 +7,7 @@ Columns, µs for all layers:
 - deferred: the deferred verifies, programmatic but for the first. The commit of such a step folds nothing.
 - eager: stock verifies, then the fold of n records.
 - verify: stock verifies alone. fold: the fold alone (a commit or a flush).
+- host: of one eager launch of the verify, host time.
 - floor: bytes of the deferred step (state in and out, n KiB + Q KiB of records, 1.25 Q KiB of activations per request,
   head and layer) over the card's in-place read-and-write rate, measured first; two-pass: the state alone, what a fold needs.
 
@@ -16,6 +17,7 @@ Columns, µs for all layers:
 import argparse
 import json
 import statistics
+import time
 from types import SimpleNamespace
 
 import torch
@@ -50,6 +52,17 @@ def in_place_rate() -> float:
     """Bytes a second, read plus written, of an in-place update of 4 GiB."""
     x = torch.randn(1 << 30, device="cuda")
     return 2 * x.numel() * 4 / (graph_us(lambda: x.mul_(1.0000001), 10) * 1e-6)
+
+
+def host_us(run, launches: int) -> float:
+    """Host time of one of the launches of `run`, microseconds."""
+    run()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    elapsed = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return elapsed / launches * 1e6
 
 
 class Model:
@@ -120,8 +133,8 @@ class Model:
                 split=split,
             )  # fmt: skip
 
-    def fold(self, split: int | None = None):
-        commit.fold(self.stack, self.plan, self.slots, self.rows, False, split)
+    def fold(self):
+        commit.fold(self.stack, self.plan, self.slots, self.rows, False)
 
     def eager(self):
         self.verifies(False)
@@ -144,7 +157,7 @@ def measure(batch, layers, heads, q, n, rate, splits):
     }
     for split in splits:
         row[f"deferred, split {split}"] = graph_us(lambda split=split: model.verifies(True, split))
-        row[f"fold, split {split}"] = graph_us(lambda split=split: model.fold(split))
+    row["host"] = host_us(lambda: model.verifies(True), layers)
     return row | {"deferred/floor": row["deferred"] / floor, "fold/two_pass": row["fold"] / two_pass}
 
 

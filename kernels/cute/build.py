@@ -63,6 +63,10 @@ class Kernels:
                     self._compiled[facts, arch] = compiled
             return compiled
 
+    def shared_bytes(self, facts: tuple) -> int:
+        """Dynamic shared memory of a block."""
+        return self._make(*facts).shared_bytes
+
     def load(self, facts: tuple, device: torch.device) -> None:
         """Compile for `device` and load the machine code there, so that a launch in a capture does neither."""
         index = device.index or 0

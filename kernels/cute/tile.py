@@ -29,6 +29,10 @@ STATE_BYTES = V * K * 4
 ROW_BYTES = K * 4
 NORM_EPS = 1e-6
 MAX_Q = 8
+import os  # XHINT
+_EF = 0x12F0000000000000  # XHINT
+LH = _EF if "L" in os.environ.get("XHINT", "") else 0  # XHINT
+SH = _EF if "S" in os.environ.get("XHINT", "") else 0  # XHINT
 
 
 class Tile:
@@ -99,23 +103,23 @@ class Tile:
         """Bulk-store the warp's two runs of rows as one group. One lane calls this."""
         run = warp * (self.run_rows * ROW_BYTES)
         size = Int32(self.run_rows * ROW_BYTES)
-        ptx.bulk_store(address + Int64(run), tile + run, size)
-        ptx.bulk_store(address + Int64(self.half_rows * ROW_BYTES + run), tile + (self.half_bytes + run), size)
+        ptx.bulk_store(address + Int64(run), tile + run, size, SH)
+        ptx.bulk_store(address + Int64(self.half_rows * ROW_BYTES + run), tile + (self.half_bytes + run), size, SH)
         ptx.bulk_commit()
 
     def start_store(self, address, tile):
         """Bulk-store the whole tile as one group. One lane calls this."""
         size = Int32(self.half_rows * ROW_BYTES)
-        ptx.bulk_store(address, tile, size)
-        ptx.bulk_store(address + Int64(self.half_rows * ROW_BYTES), tile + self.half_bytes, size)
+        ptx.bulk_store(address, tile, size, SH)
+        ptx.bulk_store(address + Int64(self.half_rows * ROW_BYTES), tile + self.half_bytes, size, SH)
         ptx.bulk_commit()
 
     def start_load(self, tile, address, barrier):
         """Expect and start the two halves. One lane calls this."""
         ptx.mbar_expect(barrier, Int32(self.state_bytes))
         size = Int32(self.half_rows * ROW_BYTES)
-        ptx.bulk_load(tile, address, size, barrier)
-        ptx.bulk_load(tile + self.half_bytes, address + Int64(self.half_rows * ROW_BYTES), size, barrier)
+        ptx.bulk_load(tile, address, size, barrier, LH)
+        ptx.bulk_load(tile + self.half_bytes, address + Int64(self.half_rows * ROW_BYTES), size, barrier, LH)
 
 
 def owned_sum(lane):
@@ -149,19 +153,25 @@ def log_decay(raw, scale, bias, lower_bound):
     return lower_bound * ptx.sigmoid(scale * (raw + bias))
 
 
-def load_replay(record, c, q, dtype, n, scale, bias, lower_bound):
-    """Channel c of the raw records: keys and exp(g), both 0 and 1 from token n on (whatever the bytes there say)."""
+def load_keys(record, c, q, dtype, n):
+    """Channel c of the raw keys of a row's records, 0 from token n on, whatever the bytes there say."""
     size = dtype.width // 8
-    keys, decays = [], []
+    keys = []
     for t in range(q):
-        at = record + c * size + t * 2 * K * size
-        raw_key = ptx.load_shared(at, dtype).to(Float32)
-        raw_gate = ptx.load_shared(at + K * size, dtype).to(Float32)
-        accepted = Int32(t) < n
-        keys.append(ptx.select(accepted, raw_key, Float32(0.0)))
-        decay = ptx.exp(log_decay(raw_gate, scale, bias, lower_bound))
-        decays.append(ptx.select(accepted, decay, Float32(1.0)))
-    return keys, decays
+        raw = ptx.load_shared(record + c * size + t * 2 * K * size, dtype).to(Float32)
+        keys.append(ptx.select(Int32(t) < n, raw, Float32(0.0)))
+    return keys
+
+
+def load_decays(record, c, q, dtype, n, scale, bias, lower_bound):
+    """exp(g) of channel c of a row's records, 1 from token n on."""
+    size = dtype.width // 8
+    decays = []
+    for t in range(q):
+        raw = ptx.load_shared(record + (c + K) * size + t * 2 * K * size, dtype).to(Float32)
+        decay = ptx.exp(log_decay(raw, scale, bias, lower_bound))
+        decays.append(ptx.select(Int32(t) < n, decay, Float32(1.0)))
+    return decays
 
 
 @cute.jit

@@ -77,10 +77,12 @@ class VerifyF32(VerifyRoles):
         warp = cute.arch.make_warp_uniform(thread >> 5)
         lane = thread & 31
         shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
-        if thread == 0:
-            for at, count in self._barriers:
-                ptx.mbar_init(shared + at, count)
-            ptx.mbar_init_fence()
+        # Three dozen barriers, spread over the warps: it is the first thing that everything waits for.
+        for w in cutlass.range_constexpr(THREADS // 32):
+            if (warp == w) & (lane == 0):
+                for at, count in self._barriers[w :: THREADS // 32]:
+                    ptx.mbar_init(shared + at, count)
+                ptx.mbar_init_fence()
         cute.arch.sync_threads()
         block, _, _ = cute.arch.block_idx()
         share = Int32(0)
@@ -124,8 +126,10 @@ class VerifyF32(VerifyRoles):
     def row_facts(self, b: Int32, indices, index_strides, limits):
         """slot (0: null), record row (-1: scratch), pending count, first token and one past the last of row b."""
         slots, rows, _, total = limits
+        # The offsets come first: behind the branches below they would wait for the row's round trip to memory.
+        first = ptx.load_global(indices[2] + Int64(b) * index_strides[2] * 4, Int32)
+        last = ptx.load_global(indices[2] + Int64(b + 1) * index_strides[2] * 4, Int32)
         slot = ptx.load_global(indices[0] + Int64(b) * index_strides[0] * 4, Int32)
-        slot = ptx.select((slot > 0) & (slot < slots), slot, Int32(0))
         row = b
         if indices[1] != 0:
             row = ptx.load_global(indices[1] + Int64(b) * index_strides[1] * 4, Int32)
@@ -134,9 +138,8 @@ class VerifyF32(VerifyRoles):
         if indices[3] != 0:
             if row >= 0:
                 n = ptx.load_global(indices[3] + Int64(row) * index_strides[3] * 4, Int32)
+        slot = ptx.select((slot > 0) & (slot < slots), slot, Int32(0))
         n = cutlass.min(cutlass.max(n, 0), self.q)
-        first = ptx.load_global(indices[2] + Int64(b) * index_strides[2] * 4, Int32)
-        last = ptx.load_global(indices[2] + Int64(b + 1) * index_strides[2] * 4, Int32)
         first = cutlass.min(cutlass.max(first, 0), total)
         last = cutlass.min(cutlass.max(last, first), total)
         return slot, row, n, first, last
@@ -241,8 +244,6 @@ class VerifyF32(VerifyRoles):
                         ptx.bulk_load(
                             shared + self.corrections + self.q * V * 4 * place, correction, n * (V * 4), correction_full
                         )
-                if i == 0:
-                    cute.arch.griddepcontrol_wait()
                 cute.arch.sync_warp()
                 self.load_tokens(shared, lane, i, tokens, token_strides)
                 found = found & (found - 1)
@@ -292,6 +293,9 @@ class VerifyF32(VerifyRoles):
             stride = ptx.select(mine, token_strides[kind], stride)
             target = ptx.select(mine, shared + (bases[kind] + self.window_bytes * stage), target)
             barrier = ptx.select(mine, token_full, barrier)
+        if i == 0:
+            # All of the above, and the replay in the other warps, overlaps the predecessor.
+            cute.arch.griddepcontrol_wait()
         if t < length:
             address = source + Int64(first + t) * stride + Int64(h) * self.token_bytes
             ptx.bulk_load(target + t * self.token_bytes, address, Int32(self.token_bytes), barrier)

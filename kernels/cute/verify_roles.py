@@ -257,11 +257,13 @@ class VerifyRoles(VerifyLayout):
                 ptx.mbar_wait(shared + self.replay_empty + 8 * stage, phase ^ 1)
             if n > 0:
                 h = ptx.load_shared(at + HEAD, Int32)
-                scale = ptx.exp(self.load_parameter(a_logs, h, self.a_log_dtype))
+                a_log = self.load_parameter(a_logs, h, self.a_log_dtype)
                 bias = self.load_parameter(dt_biases, h * K + c, self.dt_bias_dtype)
                 record = shared + self.records + self.q * self.key_gate_bytes * stage
-                keys, decays = tile.load_replay(record, c, self.q, self.dtype, n, scale, bias, lower_bound)
+                # Norms first: their shuffles hide the latency of the two parameters.
+                keys = tile.load_keys(record, c, self.q, self.dtype, n)
                 tile.store_norm_partials(keys, norms, warp, lane)
+                decays = tile.load_decays(record, c, self.q, self.dtype, n, ptx.exp(a_log), bias, lower_bound)
                 cute.arch.barrier(barrier_id=_BAR_SOLVE, number_of_threads=128)
                 tile.store_replay(keys, decays, norms, out, out + self.q * K * 4, c, lane)
             cute.arch.sync_warp()

@@ -111,7 +111,7 @@ def test_replay_flush_and_commit_have_the_same_bits(kernels, splits):
     run_verify(deferred, replayed, tokens, loc, int32(slots), int32(rows), int32(pending), split=splits[0])
     outputs = tokens.out.clone()
     plan = steps.plan_of([pending[r] for r in rows], slots)
-    commit.fold(steps.stack_of([flushed], q), plan, int32(slots), int32(rows), False, split=splits[1])
+    commit.fold(steps.stack_of([flushed], q), plan, int32(slots), int32(rows), False)
     assert torch.equal(replayed.state, flushed.state)
     tokens.out.fill_(float("nan"))
     run_verify(deferred, flushed, tokens, loc, int32(slots), int32(rows), split=splits[1])
@@ -122,8 +122,7 @@ def test_replay_flush_and_commit_have_the_same_bits(kernels, splits):
 
 
 @pytest.mark.parametrize("indexed", [False, True], ids=["batch rows", "record rows"])
-@pytest.mark.parametrize("split", [1, 2])
-def test_fold_of_all_layers_with_a_boundary(kernels, split, indexed):
+def test_fold_of_all_layers_with_a_boundary(kernels, indexed):
     """Source, boundary and final block in every combination of equal and different; null and -1 rows change nothing."""
     q, layers, heads, batch = 8, 3, 2, 9
     cases = [steps.make_case(40, batch + 3, heads, q) for _ in range(layers)]
@@ -135,7 +134,7 @@ def test_fold_of_all_layers_with_a_boundary(kernels, split, indexed):
     boundary_lens = [0, 3, 4, 7, 2, 0, 1, 0, 1]
     rows = [5, 4, 3, 2, 1, 0, -1, 11, 8] if indexed else list(range(batch))
     plan = steps.plan_of(lens, final, boundary, boundary_lens)
-    kernels[0].fold(steps.stack_of(cases, q), plan, int32(source), int32(rows) if indexed else None, True, split)
+    kernels[0].fold(steps.stack_of(cases, q), plan, int32(source), int32(rows) if indexed else None, True)
     for case, old in zip(cases, before, strict=True):
         want = old.state.double()
         touched = set()
