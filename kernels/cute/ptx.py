@@ -234,7 +234,7 @@ def mbar_wait_peer(address, parity, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def bulk_load(shared, source, size, barrier, hint=0, *, loc=None, ip=None):
+def bulk_load(shared, source, size, barrier, *, loc=None, ip=None):
     """Start a copy of `size` bytes (a multiple of 16, both ends 16-byte aligned) into shared memory."""
     operands = [
         Int32(shared).ir_value(loc=loc, ip=ip),
@@ -242,28 +242,18 @@ def bulk_load(shared, source, size, barrier, hint=0, *, loc=None, ip=None):
         Int32(size).ir_value(loc=loc, ip=ip),
         Int32(barrier).ir_value(loc=loc, ip=ip),
     ]
-    if hint:
-        operands.append(Int64(hint).ir_value(loc=loc, ip=ip))
-        text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], $2, [$3], $4;"
-        _asm(None, operands, text, "r,l,r,r,l,~{memory}", loc, ip)
-        return
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
     _asm(None, operands, text, "r,l,r,r,~{memory}", loc, ip)
 
 
 @dsl_user_op
-def bulk_store(target, shared, size, hint=0, *, loc=None, ip=None):
+def bulk_store(target, shared, size, *, loc=None, ip=None):
     """Add a copy of `size` bytes out of shared memory to this thread's open group."""
     operands = [
         Int64(target).ir_value(loc=loc, ip=ip),
         Int32(shared).ir_value(loc=loc, ip=ip),
         Int32(size).ir_value(loc=loc, ip=ip),
     ]
-    if hint:
-        operands.append(Int64(hint).ir_value(loc=loc, ip=ip))
-        text = "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [$0], [$1], $2, $3;"
-        _asm(None, operands, text, "l,r,r,l,~{memory}", loc, ip)
-        return
     text = "cp.async.bulk.global.shared::cta.bulk_group [$0], [$1], $2;"
     _asm(None, operands, text, "l,r,r,~{memory}", loc, ip)
 

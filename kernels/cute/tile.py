@@ -29,10 +29,6 @@ STATE_BYTES = V * K * 4
 ROW_BYTES = K * 4
 NORM_EPS = 1e-6
 MAX_Q = 8
-import os  # XHINT
-_EF = 0x12F0000000000000  # XHINT
-LH = _EF if "L" in os.environ.get("XHINT", "") else 0  # XHINT
-SH = _EF if "S" in os.environ.get("XHINT", "") else 0  # XHINT
 
 
 class Tile:
@@ -103,23 +99,23 @@ class Tile:
         """Bulk-store the warp's two runs of rows as one group. One lane calls this."""
         run = warp * (self.run_rows * ROW_BYTES)
         size = Int32(self.run_rows * ROW_BYTES)
-        ptx.bulk_store(address + Int64(run), tile + run, size, SH)
-        ptx.bulk_store(address + Int64(self.half_rows * ROW_BYTES + run), tile + (self.half_bytes + run), size, SH)
+        ptx.bulk_store(address + Int64(run), tile + run, size)
+        ptx.bulk_store(address + Int64(self.half_rows * ROW_BYTES + run), tile + (self.half_bytes + run), size)
         ptx.bulk_commit()
 
     def start_store(self, address, tile):
         """Bulk-store the whole tile as one group. One lane calls this."""
         size = Int32(self.half_rows * ROW_BYTES)
-        ptx.bulk_store(address, tile, size, SH)
-        ptx.bulk_store(address + Int64(self.half_rows * ROW_BYTES), tile + self.half_bytes, size, SH)
+        ptx.bulk_store(address, tile, size)
+        ptx.bulk_store(address + Int64(self.half_rows * ROW_BYTES), tile + self.half_bytes, size)
         ptx.bulk_commit()
 
     def start_load(self, tile, address, barrier):
         """Expect and start the two halves. One lane calls this."""
         ptx.mbar_expect(barrier, Int32(self.state_bytes))
         size = Int32(self.half_rows * ROW_BYTES)
-        ptx.bulk_load(tile, address, size, barrier, LH)
-        ptx.bulk_load(tile + self.half_bytes, address + Int64(self.half_rows * ROW_BYTES), size, barrier, LH)
+        ptx.bulk_load(tile, address, size, barrier)
+        ptx.bulk_load(tile + self.half_bytes, address + Int64(self.half_rows * ROW_BYTES), size, barrier)
 
 
 def owned_sum(lane):
