@@ -247,10 +247,8 @@ class FoldF32:
             norms = shared + self.norms + tile.MAX_Q * 16 * stage
             sets = shared + self.coefficients + self.set_bytes * stage
             count = cutlass.max(n, boundary_n)
-            # Norms first: their shuffles hide the latency of the two parameters.
-            keys = tile.load_keys(record, c, self.q, self.dtype, count)
+            keys, decays = tile.load_replay(record, c, self.q, self.dtype, count, ptx.exp(a_log), bias, lower_bound)
             tile.store_norm_partials(keys, norms, warp, lane)
-            decays = tile.load_decays(record, c, self.q, self.dtype, count, ptx.exp(a_log), bias, lower_bound)
             if i >= STAGES:
                 ptx.mbar_wait(shared + self.coefficient_empty + 8 * stage, ((i >> 1) & 1) ^ 1)
             # Partial sums alternate between two places, so one barrier an item keeps writers behind readers.

@@ -149,25 +149,19 @@ def log_decay(raw, scale, bias, lower_bound):
     return lower_bound * ptx.sigmoid(scale * (raw + bias))
 
 
-def load_keys(record, c, q, dtype, n):
-    """Channel c of the raw keys of a row's records, 0 from token n on, whatever the bytes there say."""
+def load_replay(record, c, q, dtype, n, scale, bias, lower_bound):
+    """Channel c of the raw records: keys and exp(g), 0 and 1 from token n on, whatever the bytes there say."""
     size = dtype.width // 8
-    keys = []
+    keys, decays = [], []
     for t in range(q):
-        raw = ptx.load_shared(record + c * size + t * 2 * K * size, dtype).to(Float32)
-        keys.append(ptx.select(Int32(t) < n, raw, Float32(0.0)))
-    return keys
-
-
-def load_decays(record, c, q, dtype, n, scale, bias, lower_bound):
-    """exp(g) of channel c of a row's records, 1 from token n on."""
-    size = dtype.width // 8
-    decays = []
-    for t in range(q):
-        raw = ptx.load_shared(record + (c + K) * size + t * 2 * K * size, dtype).to(Float32)
-        decay = ptx.exp(log_decay(raw, scale, bias, lower_bound))
-        decays.append(ptx.select(Int32(t) < n, decay, Float32(1.0)))
-    return decays
+        at = record + c * size + t * 2 * K * size
+        raw_key = ptx.load_shared(at, dtype).to(Float32)
+        raw_gate = ptx.load_shared(at + K * size, dtype).to(Float32)
+        accepted = Int32(t) < n
+        keys.append(ptx.select(accepted, raw_key, Float32(0.0)))
+        decay = ptx.exp(log_decay(raw_gate, scale, bias, lower_bound))
+        decays.append(ptx.select(accepted, decay, Float32(1.0)))
+    return keys, decays
 
 
 @cute.jit

@@ -77,12 +77,10 @@ class VerifyF32(VerifyRoles):
         warp = cute.arch.make_warp_uniform(thread >> 5)
         lane = thread & 31
         shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
-        # Three dozen barriers, spread over the warps: it is the first thing that everything waits for.
-        for w in cutlass.range_constexpr(THREADS // 32):
-            if (warp == w) & (lane == 0):
-                for at, count in self._barriers[w :: THREADS // 32]:
-                    ptx.mbar_init(shared + at, count)
-                ptx.mbar_init_fence()
+        if thread == 0:
+            for at, count in self._barriers:
+                ptx.mbar_init(shared + at, count)
+            ptx.mbar_init_fence()
         cute.arch.sync_threads()
         block, _, _ = cute.arch.block_idx()
         share = Int32(0)
@@ -105,7 +103,7 @@ class VerifyF32(VerifyRoles):
             n = self.prepare_replay(shared, i, thread - 256, warp - 8, lane, parameters)
             while n >= 0:
                 n = self.prepare_replay(shared, i + 1, thread - 256, warp - 8, lane, parameters)
-                self.solve(shared, i, thread - 256, warp - 8, lane, share, token_strides[4], token_strides[5])
+                self.solve(shared, i, thread - 256, warp - 8, lane, share, token_strides[5])
                 i += 1
         else:
             cute.arch.setmaxregister_decrease(_REGISTERS[3])
@@ -126,10 +124,8 @@ class VerifyF32(VerifyRoles):
     def row_facts(self, b: Int32, indices, index_strides, limits):
         """slot (0: null), record row (-1: scratch), pending count, first token and one past the last of row b."""
         slots, rows, _, total = limits
-        # The offsets come first: behind the branches below they would wait for the row's round trip to memory.
-        first = ptx.load_global(indices[2] + Int64(b) * index_strides[2] * 4, Int32)
-        last = ptx.load_global(indices[2] + Int64(b + 1) * index_strides[2] * 4, Int32)
         slot = ptx.load_global(indices[0] + Int64(b) * index_strides[0] * 4, Int32)
+        slot = ptx.select((slot > 0) & (slot < slots), slot, Int32(0))
         row = b
         if indices[1] != 0:
             row = ptx.load_global(indices[1] + Int64(b) * index_strides[1] * 4, Int32)
@@ -138,8 +134,9 @@ class VerifyF32(VerifyRoles):
         if indices[3] != 0:
             if row >= 0:
                 n = ptx.load_global(indices[3] + Int64(row) * index_strides[3] * 4, Int32)
-        slot = ptx.select((slot > 0) & (slot < slots), slot, Int32(0))
         n = cutlass.min(cutlass.max(n, 0), self.q)
+        first = ptx.load_global(indices[2] + Int64(b) * index_strides[2] * 4, Int32)
+        last = ptx.load_global(indices[2] + Int64(b + 1) * index_strides[2] * 4, Int32)
         first = cutlass.min(cutlass.max(first, 0), total)
         last = cutlass.min(cutlass.max(last, first), total)
         return slot, row, n, first, last
@@ -229,8 +226,6 @@ class VerifyF32(VerifyRoles):
                     ptx.store_shared(value_at + rings.CORRECTION, correction)
                     out = tokens[5] + Int64(first) * token_strides[5] + Int64(h) * self.token_bytes
                     ptx.store_shared(value_at + rings.OUT, out)
-                    beta = tokens[4] + Int64(first) * token_strides[4] + Int64(h) * (self.beta_dtype.width // 8)
-                    ptx.store_shared(value_at + rings.BETA, beta)
                     ptx.store_shared(value_at + rings.STATE, self.state_address(slot, h, share, layer, layer_strides))
                     record_full = shared + self.record_full + 8 * stage
                     correction_full = shared + self.correction_full + 8 * place
@@ -246,6 +241,8 @@ class VerifyF32(VerifyRoles):
                         ptx.bulk_load(
                             shared + self.corrections + self.q * V * 4 * place, correction, n * (V * 4), correction_full
                         )
+                if i == 0:
+                    cute.arch.griddepcontrol_wait()
                 cute.arch.sync_warp()
                 self.load_tokens(shared, lane, i, tokens, token_strides)
                 found = found & (found - 1)
@@ -270,7 +267,7 @@ class VerifyF32(VerifyRoles):
 
     @cute.jit
     def load_tokens(self, shared: Int32, lane: Int32, i: Int32, tokens, token_strides):
-        """q, k, gate and v of item i's tokens: lane = token + 8 * tensor."""
+        """q, k, gate and v of item i's tokens, lane = token + 8 * tensor; then their beta."""
         stage = i & 1
         place = i - i // rings.VALUES * rings.VALUES
         at = shared + self.input_notices + rings.NOTICE_BYTES * stage
@@ -295,12 +292,16 @@ class VerifyF32(VerifyRoles):
             stride = ptx.select(mine, token_strides[kind], stride)
             target = ptx.select(mine, shared + (bases[kind] + self.window_bytes * stage), target)
             barrier = ptx.select(mine, token_full, barrier)
-        if i == 0:
-            # All of the above, and the replay in the other warps, overlaps the predecessor.
-            cute.arch.griddepcontrol_wait()
         if t < length:
             address = source + Int64(first + t) * stride + Int64(h) * self.token_bytes
             ptx.bulk_load(target + t * self.token_bytes, address, Int32(self.token_bytes), barrier)
+        if lane < length:
+            at_beta = tokens[4] + Int64(first + lane) * token_strides[4] + Int64(h) * (self.beta_dtype.width // 8)
+            beta = ptx.load_global(at_beta, self.beta_dtype).to(Float32)
+            ptx.store_shared(shared + self.betas + 32 * place + 4 * lane, ptx.sigmoid(beta))
+        cute.arch.sync_warp()
+        if lane == 0:
+            ptx.mbar_arrive(value_full)
 
     @cute.jit
     def write_zeros(self, lane: Int32, out: Int64, out_stride: Int64, indices, index_strides, limits):
