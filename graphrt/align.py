@@ -41,7 +41,7 @@ def align_eager_mask(
     check_tensor("out", out, (batch,), (torch.bool, torch.uint8), device)
     if batch:
         mask = out.view(torch.uint8)
-        run = _by_device(device).align_eager_mask
+        run = backends.by_device(device).align_eager_mask
         launch(
             "graphrt.align_eager_mask",
             run,
@@ -76,11 +76,6 @@ def align_state_indices(
         out = torch.empty(requests, dtype=torch.int32, device=device)
     check_index("out", out, requests, device, exactly=True)
     if requests:
-        run = _by_device(device).align_state_indices
+        run = backends.by_device(device).align_state_indices
         launch("graphrt.align_state_indices", run, block_table, num_computed_tokens, mamba_block_size, out)
     return out
-
-
-def _by_device(device: torch.device) -> backends.Backend:
-    """These two have no state and no arithmetic: Triton on a GPU, torch elsewhere."""
-    return backends.load("triton" if device.type == "cuda" else "torch")

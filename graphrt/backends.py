@@ -30,6 +30,7 @@ class Backend:
     conv_verify: Callable[..., None]
     align_eager_mask: Callable[..., None]
     align_state_indices: Callable[..., None]
+    stage: Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,10 @@ class Choice:
 @cache
 def load(name: str) -> Backend:
     """The launchers of a backend; Triton and CuTe DSL are imported here, at first use."""
+    files = {"plan": "plan", "conv": "conv", "fold": "fold", "verify": "verify", "stage": "stage"}
     if name == "torch":
-        modules = dict.fromkeys(
-            ("plan", "conv", "fold", "verify"), importlib.import_module(".kernels.reference", "graphrt")
-        )
-    else:
-        modules = {m: importlib.import_module(f".kernels.{m}", "graphrt") for m in ("plan", "conv", "fold", "verify")}
+        files = dict.fromkeys(files, "reference") | {"plan": "reference_plan", "stage": "reference_plan"}
+    modules = {part: importlib.import_module(f".kernels.{file}", "graphrt") for part, file in files.items()}
     return Backend(
         name=name,
         plan_commit=modules["plan"].plan_commit,
@@ -70,7 +69,13 @@ def load(name: str) -> Backend:
         conv_verify=modules["conv"].conv_verify,
         align_eager_mask=modules["plan"].align_eager_mask,
         align_state_indices=modules["plan"].align_state_indices,
+        stage=modules["stage"].stage,
     )
+
+
+def by_device(device: torch.device) -> Backend:
+    """Launchers of operations without arithmetic, which need no choice: Triton on a GPU, torch elsewhere."""
+    return load("triton" if device.type == "cuda" else "torch")
 
 
 def supports(name: str, state_ref: Tensor, lower_bound: float | None) -> Support:
@@ -107,27 +112,22 @@ def choose(requested: str, state_ref: Tensor, lower_bound: float | None) -> Choi
     Raises:
         ValueError: for an unknown name, and where a backend asked for by name cannot run.
     """
-    if requested == "auto":
-        # Interpreted kernels are for tests: on the CPU the specification itself is the default.
-        candidates: tuple[str, ...] = ("torch",) if state_ref.device.type == "cpu" else BACKENDS
-    elif requested == FP32_DEFERRED:
-        candidates = BACKENDS
-    else:
+    on_cpu = state_ref.device.type == "cpu"
+    if requested == "auto" and on_cpu:
+        return Choice(load("torch"), "torch is the default on the CPU")
+    if requested not in ("auto", FP32_DEFERRED):
         support = supports(requested, state_ref, lower_bound)
         if not support:
             raise ValueError(f"backend: {requested!r} cannot run here: {support.reason} (use backend='auto')")
         return Choice(load(requested), f"{requested} was asked for")
 
     refusals = []
-    for name in candidates:
+    # Interpreted Triton kernels are for tests: on the CPU the fallback is the specification itself.
+    for name in (FP32_DEFERRED, "torch") if on_cpu else BACKENDS:
         support = supports(name, state_ref, lower_bound)
         if support:
             break
-        # What fp32_deferred falls back to on the CPU is the default there, interpreter or not.
         refusals.append(f"not {name}: {support.reason}")
-        if state_ref.device.type == "cpu":
-            name = "torch"
-            break
     reason = "; ".join([f"{name} runs", *refusals])
     if refusals:
         _log_once(reason)

@@ -86,3 +86,47 @@ class Geometry:
     spec_query_len: int
     conv_keeps_history: bool
     """Whether a verify keeps the committed convolution history, so that a step may accept nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The static buffers of a step, one row per batch row; what a recording reads."""
+
+    state_indices: Tensor
+    """[R] int32, 0 in padding rows."""
+    record_rows: Tensor
+    """[R] int32, -1 in padding rows."""
+    query_start_loc: Tensor
+    """[R + 1] int32, constant from the last live row on: padding rows have no tokens."""
+    num_accepted_tokens: Tensor
+    """[R] int32, gathered by request: row b is its own request here."""
+    eager: Tensor
+    """[R] uint8"""
+    num_computed_tokens: Tensor
+    """[R] int32, gathered by request."""
+    block_table: Tensor
+    """[R, width] int32, gathered by request, null past the source's width."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSources:
+    """Where one staging copies from: a step's metadata in the caller's tensors."""
+
+    num_reqs: int
+    state_indices: Tensor
+    record_rows: Tensor
+    query_start_loc: Tensor
+    num_accepted_tokens: Tensor | None
+    eager: Tensor | None
+    request_indices: Tensor | None
+    num_computed_tokens: Tensor | None
+    block_table: Tensor | None
+    pending: Tensor | None
+    replay: Tensor | None
+    """Step-local pending counts; with it, the counts of the step's rows move here and `pending` becomes zero."""
+
+    @property
+    def num_requests(self) -> int:
+        """How many requests every request-indexed source covers; all of the rows' own where there is none."""
+        tensors = (self.num_accepted_tokens, self.num_computed_tokens, self.block_table)
+        return min((t.shape[0] for t in tensors if t is not None), default=2**31 - 1)

@@ -1,7 +1,7 @@
 """Every operation in plain torch: the readable specification, and the backend of machines without a GPU.
 
-Batched over rows, one Python iteration a token. Nothing here reads a value on the host, so it can be captured like
-any other backend. Arithmetic is FP32, or FP64 where the checkpoint pool is FP64. All reductions over K go through
+Batched over rows, one Python iteration a token. On a GPU nothing here reads a value on the host, so it can be captured
+like any other backend. Arithmetic is FP32, or FP64 where the checkpoint pool is FP64. All reductions over K go through
 `tree_sum`, whose bits do not depend on the batch, and commit, flush, drain and replay all use `fold_records`.
 
 A row that must not write is sent to slot 0 (null: holds no state) with the bytes that are there already, or to the
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..errors import ErrorKind
 from ..layers import LayerStack
 from ..records import KDARecoverSSMRecords
-from ..steps import Commit, Geometry, Plan, Rows
+from ..steps import Plan, Rows
 
 
 def tree_sum(x: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def fold_records(
 ) -> Tensor:  # fmt: skip
     """S after records begin..end-1 of each row, token by token: the one fold of this backend."""
     key_dim = S.shape[-1]
-    for t in range(u.shape[2]):
+    for t in range(steps_needed(end, u.shape[2])):
         active = (t >= begin) & (t < end)
         # Records past `end` belong to rejected drafts and may hold anything.
         record = torch.where(active[:, None, None], key_gate[:, :, t], 0).to(S.dtype)
@@ -58,6 +58,11 @@ def fold_records(
         folded = S * d[:, :, None, :] + u_t[..., None] * k[:, :, None, :]
         S = torch.where(active[:, None, None, None], folded, S)
     return S
+
+
+def steps_needed(counts: Tensor, window: int) -> int:
+    """How far a loop over tokens has to go: the longest row on the CPU, the whole window where asking would wait."""
+    return window if counts.is_cuda or counts.numel() == 0 else int(counts.max())
 
 
 def add_errors(errors: Tensor, kind: ErrorKind, mask: Tensor) -> None:
@@ -86,7 +91,7 @@ def _query_ranges(rows: Rows, num_tokens: int, errors: Tensor) -> tuple[Tensor, 
     return begin, end
 
 
-def _live_rows(rows: Rows, num_slots: int, num_rows: int, errors: Tensor) -> tuple[Tensor, Tensor]:
+def live_rows(rows: Rows, num_slots: int, num_rows: int, errors: Tensor) -> tuple[Tensor, Tensor]:
     """Slot (0: null) and record row (-1: none) of each batch row, as int64 [B]."""
     slot = rows.state_indices.long()
     add_errors(errors, ErrorKind.SLOT, slot >= num_slots)
@@ -99,7 +104,7 @@ def _live_rows(rows: Rows, num_slots: int, num_rows: int, errors: Tensor) -> tup
     return slot, torch.where(stray, -1, row)
 
 
-def _pending_of(rows: Rows, row: Tensor, errors: Tensor) -> Tensor:
+def pending_of(rows: Rows, row: Tensor, errors: Tensor) -> Tensor:
     """Records to replay of each row [B], 0 for row -1."""
     if rows.pending is None:
         return torch.zeros_like(row)
@@ -139,8 +144,8 @@ def verify(
     """Replay pending records, then one window of the recurrence for each row (design sections 2 and 3.1)."""
     dtype, window, num_tokens = _arithmetic_dtype(checkpoint), rows.spec_query_len, q.shape[1]
     begin, end = _query_ranges(rows, num_tokens, errors)
-    slot, row = _live_rows(rows, checkpoint.shape[0], records.correction.shape[0], errors)
-    n = torch.where(slot > 0, _pending_of(rows, torch.where(slot > 0, row, -1), errors), 0)
+    slot, row = live_rows(rows, checkpoint.shape[0], records.correction.shape[0], errors)
+    n = torch.where(slot > 0, pending_of(rows, torch.where(slot > 0, row, -1), errors), 0)
     length = torch.where(slot > 0, (end - begin).clamp(max=window), 0)
 
     scratch = rows.record_rows is not None
@@ -160,17 +165,18 @@ def verify(
     beta = torch.sigmoid(_gather_tokens(raw_beta[0], begin, length, window).to(dtype))
     key = normalized(raw_k.to(dtype))
     query = normalized(_gather_tokens(q[0], begin, length, window).to(dtype)) * q.shape[-1] ** -0.5
-    S, outputs, corrections = S.to(dtype), [], []
-    for t in range(window):
+    S = S.to(dtype)
+    outputs, corrections = torch.zeros_like(value), torch.zeros_like(value)  # [B, Q, H, V]
+    for t in range(steps_needed(length, window)):
         S = S * decay(raw_gate[:, t].to(dtype), A_log, dt_bias, lower_bound)[:, :, None, :]
         u = beta[:, t, :, None] * (value[:, t] - tree_sum(S * key[:, t, :, None, :]))
         S = S + u[..., None] * key[:, t, :, None, :]
-        outputs.append(tree_sum(S * query[:, t, :, None, :]))
-        corrections.append(u)
-    _scatter_tokens(out[0], torch.stack(outputs, 1).to(out.dtype), begin, length)
+        outputs[:, t] = tree_sum(S * query[:, t, :, None, :])
+        corrections[:, t] = u
+    _scatter_tokens(out[0], outputs.to(out.dtype), begin, length)
 
     fresh = (torch.arange(window, device=length.device) < length[:, None])[:, None, :, None]  # [B, 1, Q, 1]
-    correction[entry] = torch.where(fresh, torch.stack(corrections, 2).to(correction.dtype), correction[entry])
+    correction[entry] = torch.where(fresh, corrections.transpose(1, 2).to(correction.dtype), correction[entry])
     kept = torch.cat((raw_k, raw_gate), -1).transpose(1, 2)
     key_gate[entry] = torch.where(fresh, kept, key_gate[entry])
 
@@ -183,8 +189,8 @@ def conv_verify(
     window, hist, num_tokens = rows.spec_query_len, weight.shape[1] - 1, x.shape[0]
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     begin, end = _query_ranges(rows, num_tokens, errors)
-    slot, row = _live_rows(rows, conv_state.shape[0], num_rows, errors)
-    n = torch.where(slot > 0, _pending_of(rows, torch.where(slot > 0, row, -1), errors), 0)
+    slot, row = live_rows(rows, conv_state.shape[0], num_rows, errors)
+    n = torch.where(slot > 0, pending_of(rows, torch.where(slot > 0, row, -1), errors), 0)
     length = torch.where(slot > 0, (end - begin).clamp(max=window), 0)
 
     state = conv_state[slot]  # [B, D, C]
@@ -260,129 +266,3 @@ def _destinations(plan: Plan, state_indices: Tensor, align: bool) -> tuple[Tenso
     if align:
         targets.append((plan.boundary_state_indices[:batch].long(), plan.boundary_recovery_lens[:batch].long()))
     return source, n, targets
-
-
-def plan_commit(plan: Plan, commit: Commit, geometry: Geometry, errors: Tensor) -> None:
-    """Write the plan of a commit, and `pending` where it is deferred (design sections 3.3 and 3.5)."""
-    c, batch, window = commit, commit.batch, geometry.spec_query_len
-    rows = Rows(c.query_start_loc, c.state_indices, c.record_rows, c.pending, window)
-    slot, row = _live_rows(rows, geometry.num_slots, geometry.num_rows, errors)
-    live = (slot > 0) & (row >= 0)
-    span = c.query_start_loc[1:].long() - c.query_start_loc[:-1].long()
-    length = span.clamp(0, window)
-    add_errors(errors, ErrorKind.QUERY_LEN, live & (length != span))
-
-    requests = (
-        torch.arange(batch, device=slot.device) if c.request_indices is None else c.request_indices[:batch].long()
-    )
-    known = (requests >= 0) & (requests < c.num_requests)
-    add_errors(errors, ErrorKind.REQUEST, live & ~known)
-    requests = torch.where(known, requests, 0)
-    accepted = torch.where(known, c.num_accepted_tokens[requests].long(), 0)
-    a = torch.minimum(accepted.clamp(min=0), length)
-    add_errors(errors, ErrorKind.ACCEPTED, live & (a != accepted))
-    if not geometry.conv_keeps_history:
-        add_errors(errors, ErrorKind.CONV_ZERO_ACCEPT, live & (length > 0) & (a == 0))
-
-    folds, final = live & (a > 0), slot
-    boundary, boundary_len = torch.zeros_like(slot), torch.zeros_like(slot)
-    must = torch.zeros_like(live)
-    if c.block_table is not None and c.num_computed_tokens is not None and c.mamba_block_size is not None:
-        computed = torch.where(known, c.num_computed_tokens[requests].long(), 0)
-        add_errors(errors, ErrorKind.COLUMN, live & (computed < 0))
-        computed = computed.clamp(min=0)
-        must = live & near_boundary(computed, length, c.mamba_block_size)
-    if c.pending is not None:
-        eager = torch.zeros_like(live) if c.eager is None else live & (c.eager != 0)
-        add_errors(errors, ErrorKind.EAGER_MISSED, must & ~eager)
-        folds = folds & (eager | must)
-    if c.block_table is not None and c.mamba_block_size is not None:
-        size = c.mamba_block_size
-        final = _blocks_of(c.block_table, requests, (computed + a - 1) // size, folds, geometry.num_slots, errors)
-        if c.pending is not None:
-            add_errors(errors, ErrorKind.EAGER_NULL, folds & (final == 0))
-        folds = folds & (final > 0)
-        to_boundary = size - computed % size
-        reaches = folds & (to_boundary <= a)
-        boundary = _blocks_of(c.block_table, requests, computed // size, reaches, geometry.num_slots, errors)
-        boundary_len = torch.where(boundary > 0, to_boundary, 0)
-
-    if c.pending is not None:
-        _set_pending(c.pending, row, live, torch.where(folds, 0, a))
-    plan.commit_lens[:batch] = torch.where(folds, a, 0)
-    plan.final_state_indices[:batch] = torch.where(folds, final, 0)
-    plan.boundary_state_indices[:batch] = boundary
-    plan.boundary_recovery_lens[:batch] = boundary_len
-
-
-def _set_pending(pending: Tensor, row: Tensor, live: Tensor, value: Tensor) -> None:
-    """pending[row] = value for live rows. Row by row in one maximum, so that idle rows need no place to write to."""
-    hit = live[:, None] & (row[:, None] == torch.arange(pending.shape[0], device=row.device))  # [B, R]
-    new = torch.where(hit, value[:, None], -1).amax(0)
-    pending.copy_(torch.where(new >= 0, new, pending))
-
-
-def _blocks_of(table: Tensor, requests: Tensor, column: Tensor, mask: Tensor, num_slots: int, errors: Tensor) -> Tensor:
-    """Block-table entries [B] where `mask` holds, null where the column or the block is out of range."""
-    width = table.shape[1]
-    add_errors(errors, ErrorKind.COLUMN, mask & (column >= width))
-    inside = mask & (column >= 0) & (column < width)
-    if width == 0:
-        return torch.zeros_like(requests)
-    block = torch.where(inside, table[requests, column.clamp(0, width - 1)].long(), 0)
-    add_errors(errors, ErrorKind.SLOT, block >= num_slots)
-    return torch.where((block > 0) & (block < num_slots), block, 0)
-
-
-def plan_flush(
-    plan: Plan,
-    state_indices: Tensor,
-    record_rows: Tensor,
-    pending: Tensor,
-    zero: bool,
-    geometry: Geometry,
-    errors: Tensor,
-) -> None:
-    """Write a plan that folds all pending records in place; `zero` (drain) takes them off `pending` too."""
-    batch = state_indices.shape[0]
-    rows = Rows(state_indices, state_indices, record_rows, pending, geometry.spec_query_len)
-    slot, row = _live_rows(rows, geometry.num_slots, geometry.num_rows, errors)
-    n = _pending_of(rows, torch.where(slot > 0, row, -1), errors)
-    if zero:
-        _set_pending(pending, row, (slot > 0) & (row >= 0), torch.zeros_like(n))
-    plan.commit_lens[:batch] = n
-    plan.final_state_indices[:batch] = torch.where(n > 0, slot, 0)
-    plan.boundary_state_indices[:batch] = 0
-    plan.boundary_recovery_lens[:batch] = 0
-
-
-def near_boundary(computed: Tensor, length: Tensor, block_size: int) -> Tensor:
-    """Whether a window of `length` tokens can reach a block boundary, or starts on one."""
-    offset = computed % block_size
-    return (offset + length >= block_size) | ((computed > 0) & (offset == 0))
-
-
-def align_eager_mask(
-    num_computed_tokens: Tensor, query_start_loc: Tensor, block_size: int, request_indices: Tensor | None, out: Tensor
-) -> None:
-    """Write the [B] uint8 mask of rows that must commit eagerly."""
-    batch, num_requests = out.shape[0], num_computed_tokens.shape[0]
-    length = (query_start_loc[1:].long() - query_start_loc[:-1].long()).clamp(min=0)
-    request = torch.arange(batch, device=out.device) if request_indices is None else request_indices[:batch].long()
-    known = (request >= 0) & (request < num_requests)
-    if num_requests == 0:
-        out.zero_()
-        return
-    computed = num_computed_tokens[torch.where(known, request, 0)].long().clamp(min=0)
-    out.copy_(known & near_boundary(computed, length, block_size))
-
-
-def align_state_indices(block_table: Tensor, num_computed_tokens: Tensor, block_size: int, out: Tensor) -> None:
-    """Write the block that holds each request's state, null past the end of the table."""
-    column = (num_computed_tokens.long() - 1).clamp(min=0) // block_size
-    width = block_table.shape[1]
-    if width == 0:
-        out.zero_()
-        return
-    block = block_table.gather(1, column.clamp(max=width - 1)[:, None])[:, 0]
-    out.copy_(torch.where(column < width, block, 0))

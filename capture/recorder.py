@@ -1,0 +1,52 @@
+"""`record`: the one way to make a recording, on any device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from graphrt.capture.graph import record_graph
+from graphrt.capture.recording import Recording, under_way
+from graphrt.capture.tape import record_tape
+
+
+def record(
+    fn: Callable[[], Any],
+    *,
+    device: str | torch.device,
+    pool: Any = None,
+    warmup: int = 1,
+    name: str = "",
+) -> Recording:
+    """Record the launches of `fn()` on `device`, after running it `warmup` times for real.
+
+    device  "cuda": a CUDA graph, captured on the side stream that the warm-up ran on. "cpu": a launch tape
+    pool    a CUDA memory pool to share (`torch.cuda.graph_pool_handle()`, or another graph's `pool()`); the
+            tape has no pool and ignores it
+    warmup  real runs before the recording; 0 is for a function whose kernels are all compiled already
+    name    for errors, dumps and profiles; the function's own name by default
+
+    The recording itself executes nothing and changes nothing: no tensor, no random state; a replay draws
+    fresh random numbers. On the CPU fresh results start as poison: NaN, the smallest integer, the largest one
+    if unsigned, True for bool. Gradients are off in the warm-up and in the recording. What `fn` returns is
+    `Recording.outputs`.
+
+    Raises CaptureError if `fn` waits for a value on the host, needs a shape that depends on values, launches
+    nothing, fails, or records or replays in turn; the stream, the pool and all tensors are then as before. An
+    error of the warm-up comes through unchanged. ValueError for a bad argument.
+
+    Not seen by the CPU tape: host data that enters through torch.frombuffer or torch.from_dlpack, and values
+    read through a storage or `data_ptr()`.
+    """
+    place = torch.device(device)
+    if not callable(fn):
+        raise ValueError(f"fn: expected a function without arguments, got {type(fn).__name__}")
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu or cuda, got {place}")
+    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
+        raise ValueError(f"warmup: expected a count of 0 or more, got {warmup!r}")
+    label = name or str(getattr(fn, "__name__", type(fn).__name__))
+    with under_way(label), torch.no_grad():
+        if place.type == "cpu":
+            return record_tape(fn, warmup, label)
+        return record_graph(fn, place, pool, warmup, label)

@@ -1,0 +1,99 @@
+"""What every recording offers, whatever device it was made on."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from graphrt.capture.errors import CaptureError
+
+_under_way: ContextVar[str | None] = ContextVar("graphrt_recording_under_way", default=None)
+
+
+@contextmanager
+def under_way(name: str) -> Iterator[None]:
+    """Mark this thread as recording `name`; a second recording inside it is refused."""
+    outer = _under_way.get()
+    if outer is not None:
+        raise CaptureError(
+            f"recording {name!r} was started inside recording {outer!r}: recordings do not nest; "
+            "record the inner function first, or call it directly"
+        )
+    token = _under_way.set(name)
+    try:
+        yield
+    finally:
+        _under_way.reset(token)
+
+
+class Recording(ABC):
+    """A recorded function: `replay` runs it again on the tensors it was recorded with.
+
+    name        the caller's name for it, used in every error
+    outputs     what the function returned while it was recorded; its tensors get their values at each replay
+    num_nodes   launches that a replay makes (views and mere allocations are not launches)
+    pool_bytes  bytes of results that the recording owns; on CUDA, the bytes that it added to its memory pool
+    """
+
+    def __init__(self, name: str, outputs: Any, num_nodes: int, pool_bytes: int) -> None:
+        self.name = name
+        self.outputs = outputs
+        self.num_nodes = num_nodes
+        self.pool_bytes = pool_bytes
+        self._closed = False
+
+    def replay(self) -> None:
+        """Run every recorded launch once, in order, on the live contents of the recorded tensors.
+
+        RuntimeError after `close`, and inside another recording.
+        """
+        self._check_open("replay")
+        outer = _under_way.get()
+        if outer is not None:
+            raise CaptureError(
+                f"replay of {self.name!r} inside recording {outer!r}: a recording holds launches, not "
+                "replays; call the recorded function itself there"
+            )
+        self._replay()
+
+    def close(self) -> None:
+        """Give back the memory of the recording and forget its tensors. A second call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        self.outputs = None
+        self._release()
+
+    def dump(self, path: str | PathLike[str]) -> None:
+        """Write the recording as JSON (`.json`) or as a Graphviz graph (`.dot`), by the suffix of `path`.
+
+        ValueError for another suffix, RuntimeError after `close`.
+        """
+        self._check_open("dump")
+        target = Path(path)
+        if target.suffix == ".json":
+            target.write_text(json.dumps(self._describe(), indent=1) + "\n", encoding="utf-8")
+        elif target.suffix == ".dot":
+            self._write_dot(target)
+        else:
+            raise ValueError(f"path: expected a name that ends in .json or .dot, got {str(path)!r}")
+
+    def _check_open(self, verb: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"{verb} after close: recording {self.name!r} is closed; record the function again")
+
+    @abstractmethod
+    def _replay(self) -> None: ...
+
+    @abstractmethod
+    def _release(self) -> None: ...
+
+    @abstractmethod
+    def _describe(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _write_dot(self, target: Path) -> None: ...

@@ -1,0 +1,175 @@
+"""The small operations around a step in plain torch: plans, align mode, staging. See `plan.py` and `stage.py`.
+
+Nothing here reads a value on the host. Counting of bad values is part of the contract (design section 3.6).
+"""
+
+import torch
+from torch import Tensor
+
+from ..errors import ErrorKind
+from ..steps import Commit, Geometry, Plan, Rows, Staged, StageSources
+from .reference import add_errors, live_rows, pending_of
+
+
+def plan_commit(plan: Plan, commit: Commit, geometry: Geometry, errors: Tensor) -> None:
+    """Write the plan of a commit, and `pending` where it is deferred (design sections 3.3 and 3.5)."""
+    c, batch, window = commit, commit.batch, geometry.spec_query_len
+    rows = Rows(c.query_start_loc, c.state_indices, c.record_rows, c.pending, window)
+    slot, row = live_rows(rows, geometry.num_slots, geometry.num_rows, errors)
+    live = (slot > 0) & (row >= 0)
+    span = c.query_start_loc[1:].long() - c.query_start_loc[:-1].long()
+    length = span.clamp(0, window)
+    add_errors(errors, ErrorKind.QUERY_LEN, live & (length != span))
+
+    requests = (
+        torch.arange(batch, device=slot.device) if c.request_indices is None else c.request_indices[:batch].long()
+    )
+    known = (requests >= 0) & (requests < c.num_requests)
+    add_errors(errors, ErrorKind.REQUEST, live & ~known)
+    requests = torch.where(known, requests, 0)
+    accepted = torch.where(known, c.num_accepted_tokens[requests].long(), 0)
+    a = torch.minimum(accepted.clamp(min=0), length)
+    add_errors(errors, ErrorKind.ACCEPTED, live & (a != accepted))
+    if not geometry.conv_keeps_history:
+        add_errors(errors, ErrorKind.CONV_ZERO_ACCEPT, live & (length > 0) & (a == 0))
+
+    folds, final = live & (a > 0), slot
+    boundary, boundary_len = torch.zeros_like(slot), torch.zeros_like(slot)
+    must = torch.zeros_like(live)
+    if c.block_table is not None and c.num_computed_tokens is not None and c.mamba_block_size is not None:
+        computed = torch.where(known, c.num_computed_tokens[requests].long(), 0)
+        add_errors(errors, ErrorKind.COLUMN, live & (computed < 0))
+        computed = computed.clamp(min=0)
+        must = live & near_boundary(computed, length, c.mamba_block_size)
+    if c.pending is not None:
+        eager = torch.zeros_like(live) if c.eager is None else live & (c.eager != 0)
+        add_errors(errors, ErrorKind.EAGER_MISSED, must & ~eager)
+        folds = folds & (eager | must)
+    if c.block_table is not None and c.mamba_block_size is not None:
+        size = c.mamba_block_size
+        final = _blocks_of(c.block_table, requests, (computed + a - 1) // size, folds, geometry.num_slots, errors)
+        if c.pending is not None:
+            add_errors(errors, ErrorKind.EAGER_NULL, folds & (final == 0))
+        folds = folds & (final > 0)
+        to_boundary = size - computed % size
+        reaches = folds & (to_boundary <= a)
+        boundary = _blocks_of(c.block_table, requests, computed // size, reaches, geometry.num_slots, errors)
+        boundary_len = torch.where(boundary > 0, to_boundary, 0)
+
+    if c.pending is not None:
+        _set_pending(c.pending, row, live, torch.where(folds, 0, a))
+    plan.commit_lens[:batch] = torch.where(folds, a, 0)
+    plan.final_state_indices[:batch] = torch.where(folds, final, 0)
+    plan.boundary_state_indices[:batch] = boundary
+    plan.boundary_recovery_lens[:batch] = boundary_len
+
+
+def _set_pending(pending: Tensor, row: Tensor, live: Tensor, value: Tensor) -> None:
+    """pending[row] = value for live rows. Row by row in one maximum, so that idle rows need no place to write to."""
+    hit = live[:, None] & (row[:, None] == torch.arange(pending.shape[0], device=row.device))  # [B, R]
+    new = torch.where(hit, value[:, None], -1).amax(0)
+    pending.copy_(torch.where(new >= 0, new, pending))
+
+
+def _blocks_of(table: Tensor, requests: Tensor, column: Tensor, mask: Tensor, num_slots: int, errors: Tensor) -> Tensor:
+    """Block-table entries [B] where `mask` holds, null where the column or the block is out of range."""
+    width = table.shape[1]
+    add_errors(errors, ErrorKind.COLUMN, mask & (column >= width))
+    inside = mask & (column >= 0) & (column < width)
+    if width == 0:
+        return torch.zeros_like(requests)
+    block = torch.where(inside, table[requests, column.clamp(0, width - 1)].long(), 0)
+    add_errors(errors, ErrorKind.SLOT, block >= num_slots)
+    return torch.where((block > 0) & (block < num_slots), block, 0)
+
+
+def plan_flush(
+    plan: Plan,
+    state_indices: Tensor,
+    record_rows: Tensor,
+    pending: Tensor,
+    zero: bool,
+    geometry: Geometry,
+    errors: Tensor,
+) -> None:
+    """Write a plan that folds all pending records in place; `zero` (drain) takes them off `pending` too."""
+    batch = state_indices.shape[0]
+    rows = Rows(state_indices, state_indices, record_rows, pending, geometry.spec_query_len)
+    slot, row = live_rows(rows, geometry.num_slots, geometry.num_rows, errors)
+    n = pending_of(rows, torch.where(slot > 0, row, -1), errors)
+    if zero:
+        _set_pending(pending, row, (slot > 0) & (row >= 0), torch.zeros_like(n))
+    plan.commit_lens[:batch] = n
+    plan.final_state_indices[:batch] = torch.where(n > 0, slot, 0)
+    plan.boundary_state_indices[:batch] = 0
+    plan.boundary_recovery_lens[:batch] = 0
+
+
+def near_boundary(computed: Tensor, length: Tensor, block_size: int) -> Tensor:
+    """Whether a window of `length` tokens can reach a block boundary, or starts on one."""
+    offset = computed % block_size
+    return (offset + length >= block_size) | ((computed > 0) & (offset == 0))
+
+
+def align_eager_mask(
+    num_computed_tokens: Tensor, query_start_loc: Tensor, block_size: int, request_indices: Tensor | None, out: Tensor
+) -> None:
+    """Write the [B] uint8 mask of rows that must commit eagerly."""
+    batch, num_requests = out.shape[0], num_computed_tokens.shape[0]
+    length = (query_start_loc[1:].long() - query_start_loc[:-1].long()).clamp(min=0)
+    request = torch.arange(batch, device=out.device) if request_indices is None else request_indices[:batch].long()
+    known = (request >= 0) & (request < num_requests)
+    if num_requests == 0:
+        out.zero_()
+        return
+    computed = num_computed_tokens[torch.where(known, request, 0)].long().clamp(min=0)
+    out.copy_(known & near_boundary(computed, length, block_size))
+
+
+def align_state_indices(block_table: Tensor, num_computed_tokens: Tensor, block_size: int, out: Tensor) -> None:
+    """Write the block that holds each request's state, null past the end of the table."""
+    column = (num_computed_tokens.long() - 1).clamp(min=0) // block_size
+    width = block_table.shape[1]
+    if width == 0:
+        out.zero_()
+        return
+    block = block_table.gather(1, column.clamp(max=width - 1)[:, None])[:, 0]
+    out.copy_(torch.where(column < width, block, 0))
+
+
+def stage(staged: Staged, sources: StageSources, errors: Tensor) -> None:
+    """Copy a step's metadata into the static buffers and pad the rows behind it (see `stage.py`)."""
+    s, rows = sources, staged.state_indices.shape[0]
+    o_b = torch.arange(rows, device=staged.state_indices.device)
+    live = o_b < s.num_reqs
+    request = o_b if s.request_indices is None else _padded(s.request_indices, s.num_reqs, rows, 0).long()
+    known = live & (request >= 0) & (request < s.num_requests)
+    add_errors(errors, ErrorKind.REQUEST, live & ~known)
+    request = torch.where(known, request, 0)
+
+    row = _padded(s.record_rows, s.num_reqs, rows, -1)
+    staged.state_indices.copy_(_padded(s.state_indices, s.num_reqs, rows, 0))
+    staged.record_rows.copy_(row)
+    staged.query_start_loc.copy_(s.query_start_loc[torch.arange(rows + 1, device=o_b.device).clamp(max=s.num_reqs)])
+    staged.eager.copy_(_padded(s.eager, s.num_reqs, rows, 0))
+    for target, source in (
+        (staged.num_accepted_tokens, s.num_accepted_tokens),
+        (staged.num_computed_tokens, s.num_computed_tokens),
+    ):
+        target.copy_(torch.where(known, source[request], 0) if source is not None and source.shape[0] else 0 * o_b)
+    staged.block_table.zero_()
+    if s.block_table is not None and s.block_table.shape[0]:
+        width = min(staged.block_table.shape[1], s.block_table.shape[1])
+        staged.block_table[:, :width] = torch.where(known[:, None], s.block_table[request, :width], 0)
+    if s.pending is not None and s.replay is not None:
+        owned = (row >= 0) & (row < s.pending.shape[0])
+        staged_rows = (owned[:, None] & (row[:, None] == torch.arange(s.pending.shape[0], device=row.device))).any(0)
+        s.replay.copy_(torch.where(staged_rows, s.pending, s.replay))
+        s.pending.masked_fill_(staged_rows, 0)
+
+
+def _padded(source: Tensor | None, num_reqs: int, rows: int, fill: int) -> Tensor:
+    """[rows]: the first `num_reqs` entries of `source`, then `fill`."""
+    if source is None:
+        return torch.zeros(())  # broadcasts
+    return torch.cat((source[:num_reqs], source.new_full((rows - num_reqs,), fill)))
