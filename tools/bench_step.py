@@ -1,17 +1,19 @@
 """How long is a decode step of the FP32 backend, eager and deferred, against what the memory allows?
 
-Shape (default): L = 69 layers, H = 12, K = V = 128, Q = 8, n = 4 records pending, bf16 activations shared by the layers,
-checkpoints and records of distinct pages per layer. Every figure is the median of CUDA graph replays, timed with events.
+Shape (default): L = 69 layers, H = 12, K = V = 128, Q = 8, n = 4 records pending, bf16 activations shared by the
+layers, checkpoints and records of distinct pages per layer. Every figure is the median of CUDA graph replays, timed
+with events.
 
 Columns, µs for all layers:
 - deferred: the deferred verifies, programmatic but for the first. The commit of such a step folds nothing.
 - eager: stock verifies, then the fold of n records.
 - verify: stock verifies alone. fold: the fold alone (a commit or a flush).
 - host: of one eager launch of the verify, host time.
-- floor: bytes of the deferred step (state in and out, n KiB + Q KiB of records, 1.25 Q KiB of activations per request,
-  head and layer) over the card's in-place read-and-write rate, measured first; two-pass: the state alone, what a fold needs.
+- floor: bytes of the deferred step (state in and out, n KiB + Q KiB of records, 1.25 Q KiB of activations per
+  request, head and layer) over the card's in-place read-and-write rate, measured first; two_pass: the state alone,
+  what a fold needs.
 
-    python tools/bench_step.py [--batch 1 4 16 64] [--pending 4] [--json PATH] [--plot PATH]
+    python tools/bench_step.py [--batch 1 4 16 64] [--pending 4] [--json PATH] [--plot PATH] [--choose PATH]
 """
 
 import argparse
@@ -161,6 +163,22 @@ def measure(batch, layers, heads, q, n, rate, splits):
     return row | {"deferred/floor": row["deferred"] / floor, "fold/two_pass": row["fold"] / two_pass}
 
 
+def choose(rows, shape, path):
+    """Add this device and shape to the table of the fewest requests from which on the deferred step is the faster."""
+    wins = [row["batch"] for row in rows if row["deferred"] <= row["eager"]]
+    losses = [row["batch"] for row in rows if row["deferred"] > row["eager"]]
+    first = min((batch for batch in wins if batch > max(losses, default=0)), default=None)
+    try:
+        with open(path) as f:
+            table = json.load(f)
+    except FileNotFoundError:
+        table = []
+    facts = {"device": torch.cuda.get_device_name(), **shape}
+    table = [entry for entry in table if any(entry.get(key) != value for key, value in facts.items())]
+    with open(path, "w") as f:
+        json.dump([*table, facts | {"deferred_from": first}], f, indent=1)
+
+
 def plot(rows, path):
     """Log-log, the floors as lines."""
     import matplotlib.pyplot as plt
@@ -184,6 +202,7 @@ def main():
     parser.add_argument("--splits", type=int, nargs="*", default=[], help="also with that many blocks on a head")
     parser.add_argument("--json")
     parser.add_argument("--plot")
+    parser.add_argument("--choose", help="table to which the smallest batch that should be deferred is written")
     args = parser.parse_args()
     rate = in_place_rate()
     print(f"{torch.cuda.get_device_name()}: in-place rate {rate / 1e12:.2f} TB/s")
@@ -194,7 +213,10 @@ def main():
         print("  ".join(f"{key} {value:.4g}" for key, value in rows[-1].items()), flush=True)
     if args.json:
         with open(args.json, "w") as f:
-            json.dump({"device": torch.cuda.get_device_name(), "rate": rate, "args": vars(args), "rows": rows}, f, indent=1)
+            facts = {"device": torch.cuda.get_device_name(), "rate": rate, "args": vars(args), "rows": rows}
+            json.dump(facts, f, indent=1)
+    if args.choose:
+        choose(rows, {"layers": args.layers, "heads": args.heads, "spec_query_len": args.window}, args.choose)
     if args.plot:
         plot(rows, args.plot)
 

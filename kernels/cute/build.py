@@ -8,7 +8,6 @@ capture would spoil it.
 import ctypes
 import struct
 import threading
-from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -18,17 +17,6 @@ from cutlass.cute.runtime import make_fake_stream
 DTYPES = {torch.float32: cutlass.Float32, torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
 # No product and sum may melt into one rounding unless the kernel says `fma`: fold and verify must round alike.
 _OPTIONS = "--ptxas-options '--fmad=false'"
-
-
-@dataclass(frozen=True, slots=True)
-class Support:
-    """True or false, with the reason."""
-
-    ok: bool
-    reason: str
-
-    def __bool__(self) -> bool:
-        return self.ok
 
 
 def target(device: torch.device | None) -> str:
@@ -84,7 +72,7 @@ class Kernels:
         run = self._loaded.get((facts, device.index or 0))
         if run is None:
             if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(f"CuTe kernel {facts} is not compiled: build a context, or run it once, before capture")
+                raise RuntimeError(f"CuTe kernel {facts} is not compiled: build a context, or run it once, first")
             self.load(facts, device)
             run = self._loaded[facts, device.index or 0]
         run.run_compiled_program(self.pack(*values, torch.cuda.current_stream(device).cuda_stream))

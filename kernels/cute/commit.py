@@ -4,7 +4,8 @@ import torch
 from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
-from .build import DTYPES, Kernels, Support, sm_count
+from ...backends import Support
+from .build import DTYPES, Kernels, sm_count
 from .fold import FoldF32
 from .tile import MAX_Q, K
 
@@ -27,7 +28,7 @@ def supported(state_ref: Tensor, lower_bound: float | None) -> Support:
     if capability < (9, 0):
         return Support(False, f"the CuTe DSL kernels need compute capability 9.0, {state_ref.device} has {capability}")
     if state_ref.data_ptr() % 16 or state_ref.stride(0) % 4:
-        return Support(False, f"checkpoints must lie on 16 bytes, got address {state_ref.data_ptr():#x}, {state_ref.stride()}")
+        return Support(False, f"the CuTe DSL kernels take slots on 16 bytes, got strides {state_ref.stride()}")
     return Support(True, f"the FP32 CuTe DSL kernels run on {state_ref.device}")
 
 

@@ -1,17 +1,25 @@
 """Host side of the FP32 deferred verify: what it supports, its variants, and its launch. The kernel is verify.py."""
 
+import logging
+import time
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
+from itertools import product
 
 import torch
 from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
-from .build import DTYPES, Kernels, Support, sm_count
+from ...backends import Support
+from ..verify import verify as triton_verify
+from .build import DTYPES, Kernels, sm_count
+from .commit import compile_commit_f32
 from .verify import VerifyF32
 
-_programmatic: ContextVar[bool] = ContextVar("graphrt_programmatic", default=False)
+log = logging.getLogger("graphrt")
 
+_programmatic: ContextVar[bool] = ContextVar("graphrt_programmatic", default=False)
 
 
 def _longs(count):
@@ -22,6 +30,22 @@ _EXAMPLES = (_longs(6), _longs(6), _longs(5), _longs(3), _longs(5), (Int32(0),) 
 KERNELS = Kernels(VerifyF32, _EXAMPLES, "6q6q5q3q5q4q5qf4x")
 # Items (rows times heads) per multiprocessor below which two blocks share one (tools/bench_step.py).
 SPLIT_BELOW = 0.5
+
+
+def compile_variants(stack) -> None:
+    """Compile and load every fold and verify of a context's layers, before any capture; says once how long it took.
+
+    Left out, and compiled at their first eager use: a `raw_beta` in another dtype than the keys.
+    """
+    start = time.perf_counter()
+    state, dtype = stack.checkpoints[0], stack.key_gates[0].dtype
+    q, a_log, dt_bias = stack.spec_query_len, stack.A_logs[0].dtype, stack.dt_biases[0].dtype
+    for align, indexed in product((False, True), repeat=2):
+        compile_commit_f32(state, q, a_log, align, indexed, dtype, dt_bias)
+    if dtype in (torch.bfloat16, torch.float16):
+        for programmatic in (False, True):
+            compile_deferred_verify_f32(state, q, a_log, dtype, dtype, dt_bias, programmatic)
+    log.info("graphrt: CuTe DSL kernels ready in %.1f s", time.perf_counter() - start)
 
 
 @contextmanager
@@ -74,9 +98,7 @@ def compile_deferred_verify_f32(
     """Compile and load one variant for the device of `state_ref`; stock and deferred verify are the same kernel."""
     heads, beta_dtype = state_ref.shape[1], beta_dtype or dtype
     for split in (1, 2):
-        facts = verify_facts(
-            heads, spec_query_len, dtype, beta_dtype, a_log_dtype, dt_bias_dtype, programmatic, split
-        )
+        facts = verify_facts(heads, spec_query_len, dtype, beta_dtype, a_log_dtype, dt_bias_dtype, programmatic, split)
         KERNELS.load(facts, state_ref.device)
 
 
@@ -154,9 +176,23 @@ def verify(
     q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, A_log: Tensor, dt_bias: Tensor,
     lower_bound: float, checkpoint: Tensor, records, rows, out: Tensor, errors: Tensor,
 ) -> None:  # fmt: skip
-    """The signature of the Triton verify; `rows` holds query_start_loc, state_indices, record_rows, pending."""
+    """The signature of the Triton verify; `rows` holds query_start_loc, state_indices, record_rows, pending.
+
+    Activations that the kernel does not read (`activations_supported`) go to the Triton verify: same contract and
+    promise of accuracy, other bits than this backend's fold.
+    """
+    support = activations_supported(q, k, v, raw_g, raw_beta, out, records.key_gate)
+    if not support:
+        _log_once(support.reason)
+        triton_verify(q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint, records, rows, out, errors)
+        return
     deferred_verify_f32(
         q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint, records,
         rows.query_start_loc, rows.state_indices, rows.spec_query_len, out, errors,
         record_rows=rows.record_rows, pending=rows.pending,
     )  # fmt: skip
+
+
+@cache
+def _log_once(reason: str) -> None:
+    log.warning("graphrt: the Triton verify runs: %s", reason)

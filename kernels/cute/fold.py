@@ -14,11 +14,16 @@ Grid min(SMs, L * B * H), 288 threads, one block an SM: it walks its items with 
 - warps 4 to 7, one thread a key channel, turn raw keys and gates into the coefficients κ_t and e (tile.py).
 - warps 0 to 3 hold the tile in registers, fold it with one fma per element and record, and bulk-store it.
 
-Traffic of a row and head: 128 KiB of state and n * (512 + 2K * size of the activations) bytes of records. The memory bounds
-it: at n = 4 the fold warps are busy for about a fifth of the 8200 cycles in which an SM's share of it moves 128 KiB.
+Traffic of a row and head: 128 KiB of state and n * (512 + 2K * size of the activations) bytes of records. The memory
+bounds it: at n = 4 the fold warps are busy for about a fifth of the 8200 cycles in which an SM's share of it moves
+128 KiB. Measured on an H200, 69 layers of 12 heads, n = 4: 1.12 times the time of the state's 128 KiB at the card's
+in-place rate at 64 requests (of that 1.03 are the records), 36 µs for one request.
 
 Not checked on the device: slots and record rows unique among live rows.
 """
+
+# A test of the trace and a test of the kernel do not melt into one `if`.
+# ruff: noqa: SIM102
 
 import cutlass
 import cutlass.cute as cute
@@ -202,9 +207,7 @@ class FoldF32:
                         + Int64(row) * self.read_long(correction_strides, l) * 4
                         + Int64(h) * (self.q * V * 4)
                     )
-                    ptx.bulk_load(
-                        shared + self.corrections + self.q * V * 4 * stage, correction, count * (V * 4), full
-                    )
+                    ptx.bulk_load(shared + self.corrections + self.q * V * 4 * stage, correction, count * (V * 4), full)
                     turns = i // self.depth
                     slot_of_tile = i - turns * self.depth
                     if i >= self.depth:

@@ -45,9 +45,7 @@ def _load(address, space, dtype, count, loc, ip):
     element = dtype.mlir_type
     if count == 1:
         return dtype(llvm.load(element, pointer, alignment=dtype.width // 8, loc=loc, ip=ip))
-    packed = llvm.load(
-        ir.VectorType.get([count], element), pointer, alignment=count * dtype.width // 8, loc=loc, ip=ip
-    )
+    packed = llvm.load(ir.VectorType.get([count], element), pointer, alignment=count * dtype.width // 8, loc=loc, ip=ip)
     return [dtype(vector.extract(packed, [], [i], loc=loc, ip=ip)) for i in range(count)]
 
 

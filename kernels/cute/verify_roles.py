@@ -8,6 +8,9 @@ Shared memory and mbarriers are laid out in verify_layout.py. Numbers behind the
 - exp(-L_i) may stand alone only while it and its TF32 remainder are normal numbers: `supported` bounds Q |g|.
 """
 
+# A test of the trace and a test of the kernel do not melt into one `if`.
+# ruff: noqa: SIM102
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
@@ -52,7 +55,7 @@ class VerifyRoles(VerifyLayout):
         gq, tq = lane >> 2, lane & 3
         first_row, offset = self.tile.place(warp, lane)
         i = Int32(0)
-        at, place, n = self.value_notice(shared, i)
+        _, place, n = self.value_notice(shared, i)
         while n >= 0:
             stage = i & 1
             phase = (i >> 1) & 1
@@ -91,7 +94,7 @@ class VerifyRoles(VerifyLayout):
             if lane == 0:
                 ptx.mbar_arrive(shared + self.projection_full)
             i += 1
-            at, place, n = self.value_notice(shared, i)
+            _, place, n = self.value_notice(shared, i)
 
     @cute.jit
     def write_back(self, shared: Int32, lane: Int32):
@@ -167,7 +170,10 @@ class VerifyRoles(VerifyLayout):
             ptx.mbar_wait(shared + self.token_full + 8 * stage, phase)
             inputs = shared + self.window_bytes * stage
             raw = [
-                [ptx.load_shared(inputs + base + c * self.size + t * self.token_bytes, self.dtype) for t in range(self.q)]
+                [
+                    ptx.load_shared(inputs + base + c * self.size + t * self.token_bytes, self.dtype)
+                    for t in range(self.q)
+                ]
                 for base in (self.keys, self.queries, self.gates)
             ]
             keys, queries, gates = ([x.to(Float32) for x in column] for column in raw)
@@ -297,7 +303,7 @@ class VerifyRoles(VerifyLayout):
         """Warpgroup 2, thread c = value channel c: couplings, then u and o of the window, token by token."""
         stage = i & 1
         phase = (i >> 1) & 1
-        at, place, n = self.value_notice(shared, i)
+        at, place, _ = self.value_notice(shared, i)
         turn = i // VALUES
         length = ptx.load_shared(at + LENGTH, Int32)
         channel = share * self.tile.rows + c
@@ -317,9 +323,7 @@ class VerifyRoles(VerifyLayout):
         for e in cutlass.range_constexpr(4):
             ptx.store_shared(mine + (e >> 1) * (8 * PARTIAL * 4) + (e & 1) * 4, parts[e])
         cute.arch.barrier(barrier_id=_BAR_SOLVE, number_of_threads=128)
-        shares = [
-            ptx.load_shared(partial + ((c >> 3) + PROBES * w) * (PARTIAL * 4) + (c & 7) * 4) for w in range(4)
-        ]
+        shares = [ptx.load_shared(partial + ((c >> 3) + PROBES * w) * (PARTIAL * 4) + (c & 7) * 4) for w in range(4)]
         table = shared + self.couplings + PROBES * 32 * stage
         ptx.store_shared(table + c * 4, shares[0] + shares[1] + shares[2] + shares[3])
         cute.arch.barrier(barrier_id=_BAR_SOLVE, number_of_threads=128)

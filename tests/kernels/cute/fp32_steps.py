@@ -25,7 +25,9 @@ class Case:
         return SimpleNamespace(correction=self.correction, key_gate=self.key_gate)
 
     def clone(self) -> "Case":
-        return Case(self.state.clone(), *(_with_scratch(x) for x in (self.correction, self.key_gate)), self.a_log, self.dt_bias)
+        return Case(
+            self.state.clone(), *(_with_scratch(x) for x in (self.correction, self.key_gate)), self.a_log, self.dt_bias
+        )
 
 
 def _with_scratch(x: Tensor) -> Tensor:
@@ -124,7 +126,13 @@ def stack_of(cases: list[Case], q: int, lower_bound: float = LOWER_BOUND) -> Sim
             f"{name}_strides": table([t.stride(0) for t in tensors]),
         }
 
-    names = {"checkpoint": "state", "correction": "correction", "key_gate": "key_gate", "A_log": "a_log", "dt_bias": "dt_bias"}
+    names = {
+        "checkpoint": "state",
+        "correction": "correction",
+        "key_gate": "key_gate",
+        "A_log": "a_log",
+        "dt_bias": "dt_bias",
+    }
     lists = {name: [getattr(case, field) for case in cases] for name, field in names.items()}
     tables = {}
     for name, tensors in lists.items():

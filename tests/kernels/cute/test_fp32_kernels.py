@@ -1,5 +1,7 @@
 """The FP32 CuTe kernels against a float64 oracle, and against each other bit for bit."""
 
+from itertools import pairwise
+
 import fp32_steps as steps
 import pytest
 import torch
@@ -20,7 +22,9 @@ def kernels():
     return commit, deferred
 
 
-def run_verify(deferred, case, tokens, loc, slots, rows=None, pending=None, q=8, programmatic=False, errors=None, split=None):
+def run_verify(
+    deferred, case, tokens, loc, slots, rows=None, pending=None, q=8, programmatic=False, errors=None, split=None
+):
     errors = torch.zeros(10, dtype=torch.int32, device="cuda") if errors is None else errors
     deferred.deferred_verify_f32(
         tokens.q, tokens.k, tokens.v, tokens.raw_g, tokens.raw_beta, case.a_log, case.dt_bias, steps.LOWER_BOUND,
@@ -83,7 +87,7 @@ def test_deferred_verify_matches_the_oracle(kernels, split, q, strong, dtype):
 @pytest.mark.parametrize("heads, batch", [(12, 64), (5, 61)])
 @pytest.mark.parametrize("split", [1, 2])
 def test_many_items_a_block(kernels, split, heads, batch):
-    """Every ring turns many times, with pending 0 to Q in a row, and the second step replays the first one's records."""
+    """Every ring turns many times, with pending 0 to Q, and the second step replays the first one's records."""
     q = 8
     case = steps.make_case(batch + 1, batch, heads, q)
     slots = list(range(batch, 0, -1))
@@ -92,7 +96,9 @@ def test_many_items_a_block(kernels, split, heads, batch):
     for step in range(2):
         pending = [(r * 5 + step) % (q + 1) for r in range(batch)]
         before, tokens = case.clone(), steps.make_tokens(loc[-1], heads)
-        errors = run_verify(kernels[1], case, tokens, int32(loc), int32(slots), int32(rows), int32(pending), q, split=split)
+        errors = run_verify(
+            kernels[1], case, tokens, int32(loc), int32(slots), int32(rows), int32(pending), q, split=split
+        )
         check_verify(case, before, tokens, loc, slots, rows, pending, q, torch.bfloat16)
         assert not errors.any()
 
@@ -178,7 +184,9 @@ def test_later_drafts_change_no_bit_of_earlier_tokens(kernels):
             for x in (tokens.q, tokens.k, tokens.v, tokens.raw_g, tokens.raw_beta):
                 x.view(1, batch, q, *x.shape[2:])[:, :, 3:] = poison
         run_verify(kernels[1], mine, tokens, loc, slots, rows, pending)
-        results.append((tokens.out.view(batch, q, heads, -1)[:, :3].clone(), mine.correction[:, :, :3].clone(), mine.state))
+        results.append(
+            (tokens.out.view(batch, q, heads, -1)[:, :3].clone(), mine.correction[:, :, :3].clone(), mine.state)
+        )
     for other in results[1:]:
         assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
 
@@ -223,7 +231,7 @@ def test_programmatic_chain_in_a_graph_has_the_same_bits(kernels, split, batch):
     loc, slots = int32([q * b for b in range(batch + 1)]), int32(list(range(1, batch + 1)))
     rows, pending = int32(list(range(batch))), int32([4] * batch)
     tokens = [steps.make_tokens(q * batch, heads) for _ in range(layers)]
-    for one, two in zip(tokens, tokens[1:], strict=False):
+    for one, two in pairwise(tokens):
         two.v = one.out  # each layer's values are what the layer before has just written
 
     errors = torch.zeros(10, dtype=torch.int32, device="cuda")
@@ -232,7 +240,15 @@ def test_programmatic_chain_in_a_graph_has_the_same_bits(kernels, split, batch):
         for l in range(layers):
             chained = programmatic and l > 0
             run_verify(
-                kernels[1], mine[l], tokens[l], loc, slots, rows, pending, programmatic=chained, errors=errors,
+                kernels[1],
+                mine[l],
+                tokens[l],
+                loc,
+                slots,
+                rows,
+                pending,
+                programmatic=chained,
+                errors=errors,
                 split=split,
             )
 
