@@ -17,11 +17,23 @@ _EXAMPLES = (tuple(Int64(0) for _ in range(14)), (Int32(0), Int32(0)), (Int32(0)
 KERNELS = Kernels(FoldF32, _EXAMPLES, "14q2q5qf4x")
 
 
-def supported(state_ref: Tensor, lower_bound: float | None) -> Support:
-    """Whether the FP32 kernels run on checkpoints like `state_ref` [slots, H, V, K]; false says why in `.reason`."""
+def supported(
+    state_ref: Tensor,
+    lower_bound: float | None,
+    spec_query_len: int = MAX_Q,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Support:
+    """Whether the FP32 kernels run on checkpoints like `state_ref` [slots, H, V, K]; false says why in `.reason`.
+
+    `spec_query_len` is Q and `dtype` that of the records' key_gate, where the caller knows them.
+    """
     refusal = refusal_of(state_ref.shape, state_ref.dtype, lower_bound)
     if refusal:
         return Support(False, refusal)
+    if not 1 <= spec_query_len <= MAX_Q:
+        return Support(False, f"the CuTe DSL kernels take windows of 1 to {MAX_Q} tokens, got {spec_query_len}")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Support(False, f"the CuTe DSL verify takes 16-bit activations, got {dtype}")
     if state_ref.device.type != "cuda":
         return Support(False, f"the CuTe DSL kernels need a CUDA device, the checkpoints are on {state_ref.device}")
     capability = torch.cuda.get_device_capability(state_ref.device)

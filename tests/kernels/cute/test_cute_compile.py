@@ -62,6 +62,15 @@ def test_what_the_kernels_do_not_take_is_refused_with_the_reason(shape, dtype, l
     assert not support and word in support.reason
 
 
+def test_windows_and_dtypes_outside_the_kernels_reach_are_refused():
+    """Q beyond 8, and FP32 activations."""
+    from graphrt.kernels.cute import commit
+
+    state = torch.zeros(4, 2, 128, 128)
+    assert "9" in commit.supported(state, -5.0, spec_query_len=9).reason
+    assert "float32" in commit.supported(state, -5.0, dtype=torch.float32).reason
+
+
 def test_shared_memory_fits_for_every_window():
     """No variant asks for more than the 227 KiB a Hopper block gets."""
     from graphrt.kernels.cute import commit, deferred
