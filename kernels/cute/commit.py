@@ -60,8 +60,7 @@ def refusal_of(shape: torch.Size, dtype: torch.dtype, lower_bound: float | None)
 def use_commit_f32(num_heads: int, batch: int, num_layers: int) -> bool:
     """Whether a commit without `record_rows` takes this kernel and not the Triton fold: always.
 
-    It measured faster at every batch (tools/bench_step.py), and a checkpoint then has the same bits whichever way its
-    records got there.
+    A checkpoint then has the same bits whichever way its records got there; the Triton fold rounds otherwise.
     """
     return num_heads * batch * num_layers > 0
 
