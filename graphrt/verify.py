@@ -185,9 +185,8 @@ def kda_conv_verify(
     num_rows = INT32_MAX if pending is None else pending.shape[0]
     if checked.enabled(check):
         checked.row_values(rows, x.shape[0], state.shape[0], num_rows)
-    choice = backends.choose(backend, state, None)
     inputs = (x, state, conv_weight, conv_bias, rows, keeps_history, num_rows, out)
-    launch("graphrt.conv_verify", _run_counted, choice.backend.conv_verify, *inputs)
+    launch("graphrt.conv_verify", _run_counted, backends.choose_conv(backend, x).conv_verify, *inputs)
     return out
 
 
@@ -205,7 +204,8 @@ def _verify(
     if checked.enabled(check):
         checked.row_values(rows, q.shape[1], checkpoint.shape[0], records.correction.shape[0])
         checked.open_step(records.correction, rows)
-    choice = backends.choose(backend, checkpoint, lower_bound)
+    facts = backends.Facts.of(checkpoint, lower_bound, rows.spec_query_len, records.key_gate.dtype)
+    choice = backends.choose(backend, facts)
     inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint, records, rows, out)
     launch(name, _run_counted, choice.backend.verify, *inputs)
     return out

@@ -1,11 +1,13 @@
-"""Compile every Triton variant of a context before anything is captured, by running each once on a null row."""
+"""Compile every kernel variant of a context before anything is captured, by running each once on a null row."""
 
+import importlib
 from typing import TYPE_CHECKING
 
 import torch
 
 from .errors import error_counter
 from .records import KDARecoverSSMRecords
+from .sentinels import FP32_DEFERRED
 from .steps import Commit, Rows
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ def compile_variants(context: "KDARecoverSSMCommitContext") -> None:
             context._run_commit(Commit(zero, zero, offsets, None, table, computed, size, none, pending, eager))
     context._run_fold_pending(zero, none, pending, True)
 
+    if context.backend == FP32_DEFERRED:
+        importlib.import_module(".kernels.cute.deferred", "graphrt").compile_variants(stack)
+        return
     _, heads, value_dim, key_dim = stack.checkpoints[0].shape
     token = torch.zeros(1, 1, heads, key_dim, dtype=stack.key_gates[0].dtype, device=device)
     context.choice.backend.verify(

@@ -133,9 +133,7 @@ class Request:
         empty = self.state.new_zeros((0, *window.v.shape[1:]))
         conv = convolve(self.history, window.x, self.layer, self.dtype)
         self._advance(states, window.x, accepted)
-        return Outputs(
-            torch.stack(outs) if outs else empty, torch.stack(corrections) if outs else empty, conv
-        )
+        return Outputs(torch.stack(outs) if outs else empty, torch.stack(corrections) if outs else empty, conv)
 
     def _advance(self, states: list[Tensor], x: Tensor, accepted: int) -> None:
         """Take the first `accepted` tokens; keep the state and history of every position passed."""

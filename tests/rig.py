@@ -149,9 +149,7 @@ def loose(layer: Any, *, conv: bool = True) -> SimpleNamespace:
 def on_cpu(params: LayerParams) -> LayerParams:
     """The same constants for the oracle."""
     bias = None if params.conv_bias is None else params.conv_bias.cpu()
-    return LayerParams(
-        params.A_log.cpu(), params.dt_bias.cpu(), params.lower_bound, params.conv_weight.cpu(), bias
-    )
+    return LayerParams(params.A_log.cpu(), params.dt_bias.cpu(), params.lower_bound, params.conv_weight.cpu(), bias)
 
 
 class Pool:
@@ -278,9 +276,7 @@ class Snapshot:
         self.pool = pool
         self.memory = {name: whole(tensor).clone() for name, tensor in pool.tensors().items()}
 
-    def changed(
-        self, *, slots: Iterable[int] = (), rows: Iterable[int] = (), pending: bool = False
-    ) -> list[str]:
+    def changed(self, *, slots: Iterable[int] = (), rows: Iterable[int] = (), pending: bool = False) -> list[str]:
         """Tensors with a changed byte outside these slots and record rows (and the scratch row)."""
         slots, rows, names = list(slots), list(rows), []
         for name, tensor in self.pool.tensors().items():
@@ -328,9 +324,7 @@ class Tokens:
     x: Tensor  # [T, conv_dim]
 
     @classmethod
-    def random(
-        cls, shape: Shape, live: int, tail: int, device: str, *, gap: int = 0, kind: str = "random"
-    ) -> Tokens:
+    def random(cls, shape: Shape, live: int, tail: int, device: str, *, gap: int = 0, kind: str = "random") -> Tokens:
         """Random inputs for `live` tokens with `tail` NaN tokens behind them.
 
         `kind="strong_then_weak"`: similar keys; the gate closes almost fully on even tokens and hardly at all on odd.
@@ -339,9 +333,7 @@ class Tokens:
 
         def make(*size: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
             full = strided(live + tail, *size, dtype=shape.act, device=device, gap=gap)
-            full[:live] = (
-                (torch.randn(live, *size, dtype=torch.float64) * scale + shift).to(shape.act).to(device)
-            )
+            full[:live] = (torch.randn(live, *size, dtype=torch.float64) * scale + shift).to(shape.act).to(device)
             return full
 
         tokens = cls(

@@ -87,9 +87,7 @@ def test_a_step_ends_in_the_block_of_its_last_token(
     held = pool.checkpoint(0)[source].clone()
     before = Snapshot(pool)
     eager = {"eager": torch.ones(1, dtype=torch.bool, device=pool.device)}
-    align_step(
-        pool, [request], [tokens], [accepted], size, **(eager if how == "eager row" else {"deferred": False})
-    )
+    align_step(pool, [request], [tokens], [accepted], size, **(eager if how == "eager row" else {"deferred": False}))
     end = position + accepted
     final = request.table[(end - 1) // size]
     request.truth.assert_state(pool, final)
@@ -120,9 +118,7 @@ def test_a_row_away_from_a_boundary_is_only_counted(backend_device):
     before = Snapshot(pool)
     align_step(pool, requests, [4, 4, 4], [2, 0, 4], size)
     assert pool.pending.tolist() == [2, 0, 4, 0, 0, 0]
-    assert [
-        name for name in before.changed(rows=[0, 4, 2], pending=True) if not name.startswith("conv")
-    ] == []
+    assert [name for name in before.changed(rows=[0, 4, 2], pending=True) if not name.startswith("conv")] == []
     assert pool.errors() == {}
 
 
@@ -176,9 +172,7 @@ def test_the_plan_folds_a_row_that_the_mask_missed(backend_device, given):
         pytest.param(5, [7, 9], 4, id="three different blocks"),
     ],
 )
-def test_source_boundary_and_final_block_may_coincide(
-    backend_device, source, table, accepted, deferred, engine_layout
-):
+def test_source_boundary_and_final_block_may_coincide(backend_device, source, table, accepted, deferred, engine_layout):
     """Each program reads all it needs of a slot before it writes, whichever two of the three blocks are one."""
     shape = backend_device.shape(layers=1, heads=1, head_dim=64, engine_layout=engine_layout)
     pool = Pool(backend_device, shape)

@@ -24,9 +24,7 @@ def test_commit_flush_drain_and_replay_give_one_checkpoint(backend_device, pool_
     run_step(first, truths, [3, 1, 2, 4, 4])
     batch, counts = Batch(pool, first.rows), list(range(5))
     verify(batch)
-    twins = {
-        name: pool.twin() for name in ("commit", "flush", "drain", "eager", "replay", "replay before nothing")
-    }
+    twins = {name: pool.twin() for name in ("commit", "flush", "drain", "eager", "replay", "replay before nothing")}
     for name, twin in twins.items():
         step = batch.on(twin)
         eager = torch.ones(5, dtype=torch.bool, device=twin.device) if name == "eager" else None

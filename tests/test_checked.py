@@ -77,12 +77,8 @@ COMMIT_FAULTS = [
     pytest.param({"accepted": [1, -1]}, ("num_accepted_tokens", "1", "-1"), id="accepted negative"),
     pytest.param({"requests": [0, 2]}, ("request_indices", "1", "2"), id="request past the counts"),
     pytest.param({"requests": [0, -1]}, ("request_indices", "1", "-1"), id="request negative"),
-    pytest.param(
-        {"rows": [Row(3, 0, 4), Row(12, 1, 4)]}, ("state_indices", "1", "12"), id="slot past the pool"
-    ),
-    pytest.param(
-        {"rows": [Row(3, 0, 4), Row(4, 9, 4)]}, ("record_rows", "1", "9"), id="row past the records"
-    ),
+    pytest.param({"rows": [Row(3, 0, 4), Row(12, 1, 4)]}, ("state_indices", "1", "12"), id="slot past the pool"),
+    pytest.param({"rows": [Row(3, 0, 4), Row(4, 9, 4)]}, ("record_rows", "1", "9"), id="row past the records"),
     pytest.param({"rows": [Row(3, 1, 4), Row(4, 1, 4)]}, ("record_rows", "1"), id="one record row twice"),
 ]
 

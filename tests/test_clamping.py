@@ -31,9 +31,7 @@ def pending_pool(target, **changes):
     """
     pool = Pool(target, target.shape(**({"layers": 1, "heads": 1} | changes)))
     truths = start(pool, {0: 3, 1: 4, 2: 5, 3: 6})
-    run_step(
-        Batch(pool, [Row(slot, row, 4) for row, slot in ((0, 3), (1, 4), (2, 5), (3, 6))]), truths, [4] * 4
-    )
+    run_step(Batch(pool, [Row(slot, row, 4) for row, slot in ((0, 3), (1, 4), (2, 5), (3, 6))]), truths, [4] * 4)
     return pool
 
 
@@ -59,9 +57,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("hostile", "harmless", "kind"), CASES)
-def test_a_slot_or_row_out_of_range_is_null_or_scratch_in_a_deferred_step(
-    backend_device, hostile, harmless, kind
-):
+def test_a_slot_or_row_out_of_range_is_null_or_scratch_in_a_deferred_step(backend_device, hostile, harmless, kind):
     """Verify and commit treat it so; strangers and neighbours keep the bytes of the harmless step."""
     pool = pending_pool(backend_device)
     twin = pool.twin()
@@ -81,9 +77,7 @@ def test_a_slot_or_row_out_of_range_is_null_or_scratch_in_a_deferred_step(
 
 @pytest.mark.parametrize(("hostile", "harmless", "kind"), CASES)
 @pytest.mark.parametrize("method", ["flush", "drain", "commit", "stock verify"])
-def test_a_slot_or_row_out_of_range_is_null_or_scratch_in_every_call(
-    backend_device, hostile, harmless, kind, method
-):
+def test_a_slot_or_row_out_of_range_is_null_or_scratch_in_every_call(backend_device, hostile, harmless, kind, method):
     """Flush, drain, an eager commit and the stock verify change what the harmless call changes."""
     pool = pending_pool(backend_device)
     twin = pool.twin()

@@ -52,7 +52,7 @@ def test_draining_again_changes_nothing(backend_device):
 
 def test_flushing_twice_folds_twice(backend_device):
     """A bare flush leaves pending, so a second one advances the checkpoint by the same records again."""
-    pool, truths = pending_pool(backend_device, layers=1)
+    pool, _ = pending_pool(backend_device, layers=1)
     slots, rows = pool.int32([9]), pool.int32([0])
     pool.context.flush(slots, rows, pool.pending)
     once = pool.checkpoint(0)[9].clone()
@@ -83,9 +83,7 @@ def test_a_flush_prepares_a_stock_verify(backend_device):
     for deferred in (False, True, False, True):
         batch = Batch(pool, [Row(5, 3, 4), Row(9, 0, 2), Row(2, 1, 0)])
         if not deferred:
-            KDARecoverSSMDeferred(
-                batch.record_rows, pool.pending, None, pool.context, batch.state_indices
-            ).flush()
+            KDARecoverSSMDeferred(batch.record_rows, pool.pending, None, pool.context, batch.state_indices).flush()
         run_step(batch, truths, [2, 1, 0], deferred=deferred)
         assert pool.pending.tolist() == [1, 0, 0, 2, 3, 0]
     drain(pool, list(SLOTS.values()), list(SLOTS))

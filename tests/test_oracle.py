@@ -60,17 +60,13 @@ def test_the_convolution_is_causal_over_history_and_window():
     request, window = request_and_window(-5.0)
     twin = Request(request.layer, request.state, request.history)
     want = twin.step(window, 6).conv
-    parts = [
-        Window(*(part[a:b] for part in vars(window).values())) for a, b in ((0, 1), (1, 1), (1, 4), (4, 6))
-    ]
+    parts = [Window(*(part[a:b] for part in vars(window).values())) for a, b in ((0, 1), (1, 1), (1, 4), (4, 6))]
     got = torch.cat([request.step(part, len(part)).conv for part in parts])
     torch.testing.assert_close(got, want)
     assert torch.equal(request.history, twin.history)
     padded = torch.cat([torch.zeros_like(request.history), window.x.T], dim=1)[None]
     layer = request.layer
-    plain = torch.nn.functional.conv1d(
-        padded, layer.conv_weight[:, None], layer.conv_bias, groups=padded.shape[1]
-    )
+    plain = torch.nn.functional.conv1d(padded, layer.conv_weight[:, None], layer.conv_bias, groups=padded.shape[1])
     torch.testing.assert_close(want[3:], torch.nn.functional.silu(plain[0].T[3:]))
 
 

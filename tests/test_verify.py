@@ -176,9 +176,7 @@ def test_without_record_rows_the_records_go_to_the_batch_rows(backend_device):
     assert [name for name in before.changed(slots=[3, 7]) if not name.startswith("conv")] == []
     for b, slot in ((0, 7), (1, 3)):
         for exact in truths[b].exact:
-            torch.testing.assert_close(
-                pool.checkpoint(0)[slot].cpu().double(), exact.state, atol=1e-5, rtol=1e-5
-            )
+            torch.testing.assert_close(pool.checkpoint(0)[slot].cpu().double(), exact.state, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("query_len", [1, 2, 8, 16])
@@ -197,9 +195,7 @@ def test_windows_of_other_sizes_match_the_oracle(backend_device, query_len):
 @pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "unbounded"])
 def test_larger_heads_match_the_oracle(backend_device, head_dim, lower_bound):
     """Several programs of one head read its records before any of them overwrites a record."""
-    shape = backend_device.shape(
-        layers=1, heads=1, head_dim=head_dim, lower_bound=lower_bound, rows=2, slots=4
-    )
+    shape = backend_device.shape(layers=1, heads=1, head_dim=head_dim, lower_bound=lower_bound, rows=2, slots=4)
     pool = Pool(backend_device, shape)
     truths = start(pool, {0: 1, 1: 3})
     run_step(Batch(pool, [Row(1, 0, 4), Row(3, 1, 4)]), truths, [4, 2])

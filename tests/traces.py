@@ -105,9 +105,7 @@ class Trace:
                 records = self.pool.records(layer)
                 records.correction[row] = records.key_gate[row] = rig.NAN
             position = self._start()
-            table = self._take_blocks(
-                0 if self.block_size is None else max(position - 1, 0) // self.block_size
-            )
+            table = self._take_blocks(0 if self.block_size is None else max(position - 1, 0) // self.block_size)
             self.pool.fill(table[-1], zero=position == 0)
             self.live.append(Live(self.names, row, table, Truth(self.pool, table[-1], position)))
 
@@ -233,9 +231,7 @@ class Trace:
             for m in by_request:
                 # Columns a request has not reached hold ids of others.
                 known = m.live.table if m.live else []
-                row = known + [
-                    self.rng.randrange(1, pool.shape.slots) for _ in range(self.width - len(known))
-                ]
+                row = known + [self.rng.randrange(1, pool.shape.slots) for _ in range(self.width - len(known))]
                 table[m.request, 1 : self.width + 1] = pool.int32(row)
             computed = [m.live.truth.position if m.live else 1 for m in by_request]
             metadata["block_table"] = table[:, 1 : self.width + 1]
@@ -250,9 +246,7 @@ class Trace:
             mask = random_mask.to(self.rng.choice([torch.bool, torch.uint8])).to(self.pool.device)
             return mask if self.rng.random() < 0.7 else None
         computed, size = metadata["num_computed_tokens"], self.block_size
-        forced = align_eager_mask(
-            computed, batch.query_start_loc, size, request_indices=metadata["request_indices"]
-        )
+        forced = align_eager_mask(computed, batch.query_start_loc, size, request_indices=metadata["request_indices"])
         slots = align_state_indices(metadata["block_table"], computed, size).tolist()
         for b, m in enumerate(members):
             if m.live:
@@ -267,9 +261,7 @@ class Trace:
     def _verify(self, policy: str, batch: Batch, eager: Tensor | None) -> list[Verified]:
         pool = self.pool
         if policy == "stock":
-            step = KDARecoverSSMDeferred(
-                batch.record_rows, pool.pending, eager, pool.context, batch.state_indices
-            )
+            step = KDARecoverSSMDeferred(batch.record_rows, pool.pending, eager, pool.context, batch.state_indices)
             step.flush()
             step.flush()
         if policy == "eager":
@@ -282,9 +274,7 @@ class Trace:
                 for got in results:
                     self.log += [got.out[batch.span(b)].clone(), got.conv[batch.span(b)].clone()]
 
-    def _settle(
-        self, members: list[Member], start: dict[int, int], policy: str, eager: Tensor | None
-    ) -> None:
+    def _settle(self, members: list[Member], start: dict[int, int], policy: str, eager: Tensor | None) -> None:
         """After the commit: pending is what was accepted and not folded, and what was folded can be read."""
         for b, m in enumerate(members):
             if not m.live:

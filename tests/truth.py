@@ -72,9 +72,7 @@ class Truth:
         pairs = zip(self.exact, self.plain, windows, strict=True)
         return [(exact.step(w, accepted), plain.step(w, accepted)) for exact, plain, w in pairs]
 
-    def assert_state(
-        self, pool: Pool, slot: int, *, position: int | None = None, history: bool = True
-    ) -> None:
+    def assert_state(self, pool: Pool, slot: int, *, position: int | None = None, history: bool = True) -> None:
         """Slot `slot` holds the request's state, and byte for byte its history, after `position` tokens."""
         position = self.position if position is None else position
         for layer, (exact, plain) in enumerate(zip(self.exact, self.plain, strict=True)):
@@ -85,9 +83,7 @@ class Truth:
             if history:
                 assert same_bytes(inputs, kept), f"history, {where}: got {inputs}, want {kept}"
 
-    def assert_outputs(
-        self, got: Verified, b: int, batch: Batch, layer: int, pair: tuple[Outputs, Outputs]
-    ) -> None:
+    def assert_outputs(self, got: Verified, b: int, batch: Batch, layer: int, pair: tuple[Outputs, Outputs]) -> None:
         """Row b's outputs of one layer are the oracle's."""
         exact, plain = pair
         where = f"layer {layer}, row {b} of {batch.rows}"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from graphrt import reset_errors
-from graphrt.backends import choose
+from graphrt.backends import Facts, choose
 
 from .model import ByteModel, ModelConfig, load_model
 from .prompts import make_requests
@@ -50,7 +50,8 @@ class DemoOptions:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
         config = ModelConfig()
         checkpoint = torch.empty(1, config.num_heads, config.head_dim, config.head_dim, device=self.device)
-        choose(self.backend, checkpoint, config.gate_lower_bound)
+        facts = Facts.of(checkpoint, config.gate_lower_bound, self.spec_query_len, torch.float32)
+        choose(self.backend, facts)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import torch
 from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
-from ...backends import Support
+from ...backends import Facts, Support
 from .build import DTYPES, Kernels, sm_count
 from .fold import FoldF32
 from .tile import MAX_Q, K
@@ -27,29 +27,34 @@ def supported(
 
     `spec_query_len` is Q and `dtype` that of the records' key_gate, where the caller knows them.
     """
-    refusal = refusal_of(state_ref.shape, state_ref.dtype, lower_bound)
+    return support_of(Facts.of(state_ref, lower_bound, spec_query_len, dtype))
+
+
+def support_of(facts: Facts) -> Support:
+    """`supported` by facts alone."""
+    refusal = refusal_of(facts.dtype, facts.head_dim, facts.lower_bound)
     if refusal:
         return Support(False, refusal)
-    if not 1 <= spec_query_len <= MAX_Q:
-        return Support(False, f"the CuTe DSL kernels take windows of 1 to {MAX_Q} tokens, got {spec_query_len}")
-    if dtype not in (torch.bfloat16, torch.float16):
-        return Support(False, f"the CuTe DSL verify takes 16-bit activations, got {dtype}")
-    if state_ref.device.type != "cuda":
-        return Support(False, f"the CuTe DSL kernels need a CUDA device, the checkpoints are on {state_ref.device}")
-    capability = torch.cuda.get_device_capability(state_ref.device)
+    if not 1 <= facts.spec_query_len <= MAX_Q:
+        return Support(False, f"the CuTe DSL kernels take windows of 1 to {MAX_Q} tokens, got {facts.spec_query_len}")
+    if facts.key_dtype not in (torch.bfloat16, torch.float16):
+        return Support(False, f"the CuTe DSL verify takes 16-bit activations, got {facts.key_dtype}")
+    if facts.device.type != "cuda":
+        return Support(False, f"the CuTe DSL kernels need a CUDA device, the checkpoints are on {facts.device}")
+    capability = torch.cuda.get_device_capability(facts.device)
     if capability < (9, 0):
-        return Support(False, f"the CuTe DSL kernels need compute capability 9.0, {state_ref.device} has {capability}")
-    if state_ref.data_ptr() % 16 or state_ref.stride(0) % 4:
-        return Support(False, f"the CuTe DSL kernels take slots on 16 bytes, got strides {state_ref.stride()}")
-    return Support(True, f"the FP32 CuTe DSL kernels run on {state_ref.device}")
+        return Support(False, f"the CuTe DSL kernels need compute capability 9.0, {facts.device} has {capability}")
+    if not facts.aligned:
+        return Support(False, "the CuTe DSL kernels take slots and record rows on 16 bytes")
+    return Support(True, f"the FP32 CuTe DSL kernels run on {facts.device}")
 
 
-def refusal_of(shape: torch.Size, dtype: torch.dtype, lower_bound: float | None) -> str:
-    """What is wrong with a checkpoint's shape, dtype and gate, or nothing."""
+def refusal_of(dtype: torch.dtype, head_dim: int, lower_bound: float | None) -> str:
+    """What is wrong with a checkpoint's dtype, head dimension and gate, or nothing."""
     if dtype != torch.float32:
         return f"the CuTe DSL kernels take FP32 checkpoints, got {dtype}"
-    if len(shape) != 4 or tuple(shape[2:]) != (K, K):
-        return f"the CuTe DSL kernels take checkpoints [slots, H, {K}, {K}], got {list(shape)}"
+    if head_dim != K:
+        return f"the CuTe DSL kernels take a head dimension of {K}, got {head_dim}"
     if lower_bound is None:
         return "the CuTe DSL kernels take the bounded gate, got lower_bound None"
     if not -MAX_WINDOW_DECAY <= MAX_Q * lower_bound < 0:
