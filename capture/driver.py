@@ -118,7 +118,7 @@ def nodes(graph: int) -> list[int]:
         return []
     found, size = (ctypes.c_void_p * count)(), ctypes.c_size_t(count)
     _call("cuGraphGetNodes", ctypes.c_void_p(graph), found, ctypes.byref(size))
-    return [int(node) for node in found if node]
+    return [int(node or 0) for node in found]
 
 
 def num_nodes(graph: int) -> int:
