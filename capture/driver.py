@@ -118,7 +118,7 @@ def nodes(graph: int) -> list[int]:
         return []
     found, size = (ctypes.c_void_p * count)(), ctypes.c_size_t(count)
     _call("cuGraphGetNodes", ctypes.c_void_p(graph), found, ctypes.byref(size))
-    return [int(node or 0) for node in found]
+    return [node or 0 for node in found]
 
 
 def num_nodes(graph: int) -> int:
@@ -137,20 +137,20 @@ def node_type(node: int) -> str:
 
 def edges(graph: int) -> list[tuple[int, int, bool]]:
     """(source, target, programmatic) for every edge, source and target as node handles."""
-    library, count = _library(), ctypes.c_size_t(0)
     # Before CUDA 12.3 there are no programmatic edges, and no place to read them from.
-    with_data = hasattr(library, "cuGraphGetEdges_v2")
-    function, handle = "cuGraphGetEdges_v2" if with_data else "cuGraphGetEdges", ctypes.c_void_p(graph)
-    _call(function, handle, None, None, *([None] if with_data else []), ctypes.byref(count))
-    if count.value == 0:
-        return []
-    sources, targets = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()
-    data = (_EdgeData * count.value)()
-    _call(function, handle, sources, targets, *([data] if with_data else []), ctypes.byref(count))
-    return [
-        (int(s), int(t), d.type == _PROGRAMMATIC)
-        for s, t, d in zip(sources[: count.value], targets[: count.value], data, strict=False)
-    ]
+    with_data = hasattr(_library(), "cuGraphGetEdges_v2")
+    capacity = 64 + 4 * num_nodes(graph)
+    while True:
+        # Asking for the number alone could fail as a query that loses the edges' data.
+        sources, targets = (ctypes.c_void_p * capacity)(), (ctypes.c_void_p * capacity)()
+        data, count = (_EdgeData * capacity)(), ctypes.c_size_t(capacity)
+        arrays = [sources, targets, data] if with_data else [sources, targets]
+        function = "cuGraphGetEdges_v2" if with_data else "cuGraphGetEdges"
+        _call(function, ctypes.c_void_p(graph), *arrays, ctypes.byref(count))
+        if count.value < capacity:
+            found = zip(sources, targets, data, strict=True)
+            return [(s, t, d.type == _PROGRAMMATIC) for s, t, d in found if s and t]
+        capacity *= 4
 
 
 def kernel(node: int) -> tuple[str, dict[str, Any]]:

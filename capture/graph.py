@@ -75,13 +75,13 @@ def _capture(
         try:
             outputs = _watched(fn, watch)
         except Exception as error:
-            failure = error if isinstance(error, CaptureError) else _failed(name, error)
+            what = explain(error)
             # The frames of the error would keep the tensors of the broken capture alive.
             traceback.clear_frames(error.__traceback__)
             _break_off(graph, index, pool, shared)
-            if failure is error:
+            if isinstance(error, CaptureError):
                 raise
-            raise failure from error
+            raise _failed(name, what) from error
         except BaseException:
             _break_off(graph, index, pool, shared)
             raise
@@ -89,7 +89,7 @@ def _capture(
             _end(graph)
         except RuntimeError as error:
             _clean_up(graph, index, pool, shared)
-            raise _failed(name, error) from error
+            raise _failed(name, explain(error)) from error
     num_nodes = driver.num_nodes(graph.raw_cuda_graph())
     if num_nodes == 0:
         graph.reset()
@@ -130,9 +130,9 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
         graph.capture_end()
 
 
-def _failed(name: str, error: Exception) -> CaptureError:
+def _failed(name: str, what: str) -> CaptureError:
     return CaptureError(
-        f"recording {name!r}: the function failed while it was captured. {explain(error)}. "
+        f"recording {name!r}: the function failed while it was captured. {what}. "
         "Inside a recording nothing may wait for the device (.item(), .cpu(), printing a tensor), have a "
         "shape that depends on values, compile a kernel, or leave a forked stream unjoined. Stream and pool "
         "are usable again"

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..context import KDARecoverSSMCommitContext
+from ..layers import KDALayer
 from ..verify import kda_conv_verify, kda_deferred_verify
 from .pools import Pool
 from .traces import Row
@@ -86,28 +87,31 @@ def deferred_step(
 
     An engine puts its own verify in this place, and compares.
     """
-    b, window = batch, pool.spec_query_len
     outs, convs = [], []
     for i, layer in enumerate(pool.layers):
-        conv_state, checkpoint = layer.kv_cache
-        if layer.conv_weight is None:
-            raise ValueError(f"layers[{i}].conv_weight: expected the weights of the convolution, got None")
-        shared = {"record_rows": b.record_rows, "pending": pool.pending, "backend": backend}
-        convs.append(
-            kda_conv_verify(
-                b.x[i], conv_state, layer.conv_weight, layer.conv_bias, b.query_start_loc, b.state_indices, window,
-                **shared,  # type: ignore[arg-type]
-            )  # fmt: skip
-        )
-        outs.append(
-            kda_deferred_verify(
-                b.q[i][None], b.k[i][None], b.v[i][None], b.raw_g[i][None], b.raw_beta[i][None],
-                layer.A_log, layer.dt_bias, layer.gate_lower_bound, checkpoint, layer.recoverssm_records,
-                b.query_start_loc, b.state_indices, window,
-                **shared,  # type: ignore[arg-type]
-            )[0]  # fmt: skip
-        )
+        conv, out = _verify_layer(pool, layer, batch, i, backend)
+        convs.append(conv)
+        outs.append(out)
+    b = batch
     context.commit(
         b.num_accepted_tokens, b.state_indices, b.query_start_loc, record_rows=b.record_rows, pending=pool.pending
     )
     return torch.stack(outs), torch.stack(convs)
+
+
+def _verify_layer(pool: Pool, layer: KDALayer, b: Batch, i: int, backend: str) -> tuple[Tensor, Tensor]:
+    conv_state, checkpoint = layer.kv_cache
+    if layer.conv_weight is None:
+        raise ValueError(f"layers[{i}].conv_weight: expected the weights of the convolution, got None")
+    rows = (b.query_start_loc, b.state_indices, pool.spec_query_len)
+    conv = kda_conv_verify(
+        b.x[i], conv_state, layer.conv_weight, layer.conv_bias, *rows,
+        record_rows=b.record_rows, pending=pool.pending, backend=backend,
+    )  # fmt: skip
+    q, k, raw_g, v, raw_beta = (part[i][None] for part in (b.q, b.k, b.raw_g, b.v, b.raw_beta))
+    out = kda_deferred_verify(
+        q, k, v, raw_g, raw_beta, layer.A_log, layer.dt_bias, layer.gate_lower_bound,
+        checkpoint, layer.recoverssm_records, *rows,
+        record_rows=b.record_rows, pending=pool.pending, backend=backend,
+    )  # fmt: skip
+    return conv, out[0]

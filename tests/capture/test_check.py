@@ -41,7 +41,7 @@ class Sequence:
 
 
 def test_a_right_recording_passes_and_leaves_no_trace():
-    """Every byte of state and results is equal at each step (B10); afterwards state and random numbers are as before."""
+    """Every byte of state and results is equal at each step (B10); nothing is left behind."""
     model = Model()
     for t in (*model.state, model.count):
         t.copy_(torch.arange(t.numel()).view(t.shape))
@@ -111,7 +111,7 @@ def test_results_are_compared_too():
     difference = model.check(sequence).difference
     assert (difference.name, difference.layer, difference.index) == ("result", 0, (0,))
     sequence.outputs = [torch.zeros(3), torch.zeros(3)]
-    with pytest.raises(ValueError, match="^eager_fn: expected the results"):
+    with pytest.raises(ValueError, match=r"^eager_fn: expected the results"):
         model.check(sequence)
 
 
@@ -156,7 +156,7 @@ def test_an_error_puts_the_state_back():
     with pytest.raises(KeyError):
         model.check(Sequence(fails))
     assert model.count.item() == 0 and not model.state[0].any()
-    with pytest.raises(ValueError, match="^steps: expected at least 1"):
+    with pytest.raises(ValueError, match=r"^steps: expected at least 1"):
         model.check(Sequence(fails), steps=0)
 
 
@@ -171,9 +171,7 @@ def kda():
 
 def kda_inputs(pool, static, steps):
     """Stages steps of a random trace; a request's slot is filled when it comes."""
-    trace = random_trace(
-        3, spec_query_len=pool.spec_query_len, max_rows=SIZE, num_slots=8, max_num_reqs=5, steps=steps
-    )
+    trace = random_trace(3, spec_query_len=pool.spec_query_len, max_rows=SIZE, num_slots=8, max_num_reqs=5, steps=steps)
 
     def stage(step):
         for one in trace[step].arrivals:
@@ -185,7 +183,7 @@ def kda_inputs(pool, static, steps):
 
 
 def test_a_recorded_deferred_step_equals_the_eager_one():
-    """One recording replays a trace of other slots, ragged lengths and counts at each step (B01, B02, B05, B06, B10)."""
+    """One recording replays a trace of other slots, lengths and counts at each step (B01, B02, B05, B06, B10)."""
     pool, context, static = kda()
 
     def step():

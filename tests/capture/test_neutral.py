@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from graphrt import KDADeferredCommitContext
 from graphrt.capture import CaptureError, record, state_neutral
+from graphrt.testing import Row, deferred_step, dummy_batch, make_batch, poisoned_pool
 
 STATES = {
     "float": lambda: torch.randn(4, 3),
@@ -110,5 +112,25 @@ def test_pools_larger_than_a_chunk_are_compared_whole(monkeypatch):
 @pytest.mark.parametrize("group", [{}, [], {"a": 3}, {"a": [torch.zeros(1), None]}])
 def test_what_is_no_group_of_tensors_is_refused(group):
     """An empty group would prove nothing; the error names the argument."""
-    with pytest.raises((ValueError, TypeError), match="tensors|iterable"), state_neutral(group):
+    with pytest.raises((ValueError, TypeError), match=r"tensors|iterable"), state_neutral(group):
         pass
+
+
+@pytest.mark.parametrize("dcp", [False, True], ids=["padding", "dcp dummies"])
+@pytest.mark.parametrize("values", [True, False], ids=["copy", "checksum"])
+def test_warmup_and_recording_on_dummy_rows_are_neutral_in_mid_service(graphrt_device, dcp, values):
+    """With pending records in the pool, dummy rows change no checkpoint, history, record or count (B18, B19)."""
+    pool = poisoned_pool(device=graphrt_device)
+    window = pool.spec_query_len
+    context = KDADeferredCommitContext.create(pool.layers, spec_query_len=window, max_num_reqs=6, backend="auto")
+    pool.fill(1, 1)
+    live = make_batch(pool, [Row(0, 1, 2, window, 2)], size=3)
+    deferred_step(context, pool, live)
+    assert pool.pending.tolist() == [0, 0, 2, 0, 0, 0]
+    batch = dummy_batch(pool, size=3, dcp=dcp)
+    with state_neutral(pool.tensors(), values=values):
+        recording = record(lambda: deferred_step(context, pool, batch), device=graphrt_device, warmup=2)
+        recording.replay()
+    with pytest.raises(CaptureError, match="state_neutral"), state_neutral(pool.tensors(), values=values):
+        batch.copy_(live)
+        recording.replay()
