@@ -78,6 +78,25 @@ def test_the_oracle_knows_the_softplus_gate():
     run_against_oracle(*double_pool(lower_bound=None), random_trace(5, **SIZES))
 
 
+def test_two_oracles_agree():
+    """The packaged oracle and that of graphrt's own tests were written apart from the formulas."""
+    other = pytest.importorskip("oracle")
+    for lower_bound in (-5.0, None):
+        pool, _ = double_pool(lower_bound=lower_bound)
+        pool.fill(1, 0)
+        layer, batch = pool.layers[0], make_batch(pool, [Row(0, 1, 0, 4, 0)], size=1)
+        mine = Oracle.of_slot(layer, 1)
+        params = other.LayerParams(layer.A_log, layer.dt_bias, lower_bound, layer.conv_weight, layer.conv_bias)
+        theirs = other.Request(params, mine.state, mine.history)
+        q, k, raw_g, v, raw_beta, x = batch.tokens(0, 0, 4)
+        for accepted in (0, 3, 4):
+            a = mine.step(q, k, raw_g, v, raw_beta, x, accepted)
+            b = theirs.step(other.Window(q=q, k=k, v=v, raw_g=raw_g, raw_beta=raw_beta, x=x), accepted)
+            for got, want in ((a.out, b.out), (a.correction, b.u), (a.conv, b.conv), (mine.state, theirs.state)):
+                torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+            assert torch.equal(mine.history, theirs.history)
+
+
 def test_the_oracle_finds_a_wrong_step():
     """A step that accepts one token too many is not let through."""
 

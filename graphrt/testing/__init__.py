@@ -6,7 +6,7 @@
     batches     a step's tensors, live, padded or dummy, and the step that graphrt itself would run
     compare     equality of bytes, with the place and both values
 
-The fixtures of the pytest plugin come with the installation: `pytest --fixtures -p graphrt` lists them. For
+The fixtures of the pytest plugin come with the installation: `pytest --fixtures` lists them. For
 recordings, `graphrt.capture.check_replay` and `state_neutral`.
 """
 
