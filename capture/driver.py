@@ -108,11 +108,17 @@ def _call(function: str, *args: Any) -> None:
         raise RuntimeError(f"{function} failed with CUDA driver error {status}")
 
 
-def nodes(graph: int) -> list[int]:
-    """Handles of the nodes of a `cudaGraph_t` handle, in the order in which they were captured.
+def begin_capture(stream: int) -> None:
+    """Begin capturing a `cudaStream_t` handle, in thread-local mode.
 
-    RuntimeError if the driver refuses the handle, here and below.
+    RuntimeError if the driver refuses, here and below.
     """
+    thread_local = 1
+    _call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), thread_local)
+
+
+def nodes(graph: int) -> list[int]:
+    """Handles of the nodes of a `cudaGraph_t` handle, in the order in which they were captured."""
     count = num_nodes(graph)
     if count == 0:
         return []

@@ -16,15 +16,12 @@ from graphrt.capture import driver
 from graphrt.capture.bindings import Bindings
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.guards import CaptureWatch, explain, no_compiling
-from graphrt.capture.pool import Memory, pool_bytes, pool_ranges, segments
+from graphrt.capture.pool import Memory, pool_bytes, pool_ranges
 from graphrt.capture.recording import Recording
 from graphrt.capture.shadow import tensors_in
 from graphrt.capture.topology import Edge, GraphNode, Topology
 
 _one_capture_at_a_time = threading.Lock()
-# In some torch versions a broken-off capture leaves a callback in the pinned-memory allocator that points at
-# its graph object. Such objects are a few bytes; they are kept for the life of the process.
-_broken_off: list[torch.cuda.CUDAGraph] = []
 
 
 @functools.cache
@@ -51,13 +48,13 @@ def record_graph(
                 fn()
         stream.synchronize()
         try:
-            return _capture(fn, index, stream, pool, name, bindings)
+            return _capture(fn, stream, pool, name, bindings)
         finally:
             caller.wait_stream(stream)
 
 
 def _capture(
-    fn: Callable[[], Any], index: int, stream: torch.cuda.Stream, pool: Any, name: str, bindings: Bindings | None
+    fn: Callable[[], Any], stream: torch.cuda.Stream, pool: Any, name: str, bindings: Bindings | None
 ) -> Recording:
     shared = pool is not None
     pool = pool if shared else torch.cuda.graph_pool_handle()
@@ -78,17 +75,17 @@ def _capture(
             what = explain(error)
             # The frames of the error would keep the tensors of the broken capture alive.
             traceback.clear_frames(error.__traceback__)
-            _break_off(graph, index, pool, shared)
+            _break_off(graph, stream)
             if isinstance(error, CaptureError):
                 raise
             raise _failed(name, what) from error
         except BaseException:
-            _break_off(graph, index, pool, shared)
+            _break_off(graph, stream)
             raise
         try:
             _end(graph)
         except RuntimeError as error:
-            _clean_up(graph, index, pool, shared)
+            _clean_up(graph, stream)
             raise _failed(name, explain(error)) from error
     num_nodes = driver.num_nodes(graph.raw_cuda_graph())
     if num_nodes == 0:
@@ -139,31 +136,26 @@ def _failed(name: str, what: str) -> CaptureError:
     )
 
 
-def _break_off(graph: torch.cuda.CUDAGraph, index: int, pool: Any, shared: bool) -> None:
+def _break_off(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
     """End a capture whose function raised, whether or not CUDA has already invalidated it."""
     try:
         _end(graph)
     except RuntimeError:
-        _clean_up(graph, index, pool, shared)
+        _clean_up(graph, stream)
     else:
         graph.reset()
 
 
-def _clean_up(graph: torch.cuda.CUDAGraph, index: int, pool: Any, shared: bool) -> None:
-    """Undo what a failed end of capture leaves in the allocator; how much that is depends on the torch."""
-    # Refused by versions that have ended it themselves.
-    with contextlib.suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(index, pool)
+def _clean_up(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+    """Undo what a failed end of capture leaves in torch's allocators, so that the pool takes the next graph.
+
+    The failed end took the stream out of capture, but torch ends its own bookkeeping (device pool, pinned pool, random
+    generators) only behind an end that succeeds. So it gets one: of an empty capture begun by hand.
+    """
+    driver.begin_capture(stream.cuda_stream)
+    _end(graph)
     graph.reset()
-    _broken_off.append(graph)
-    torch.cuda.synchronize(index)
     torch.cuda.empty_cache()
-    left = segments(pool)
-    # Memory that nobody holds and that still survives belongs to a use of the pool that this torch did not
-    # end. In a shared pool that may be another graph; there one use too many stays counted, not one too few.
-    if not shared and left and all(s["allocated_size"] == 0 for s in left):
-        torch._C._cuda_releasePool(index, pool)
-        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

@@ -21,10 +21,10 @@ def compile_variants(context: "KDARecoverSSMCommitContext") -> None:
     none = torch.full((1,), -1, dtype=torch.int32, device=device)
     offsets = torch.zeros(2, dtype=torch.int32, device=device)
     pending = torch.zeros(stack.geometry.num_rows, dtype=torch.int32, device=device)
-    for table in (None, zero[:, None]):
-        align = (None, None) if table is None else (zero, stack.spec_query_len)
+    for align in (False, True):
+        table, computed, size = (zero[:, None], zero, stack.spec_query_len) if align else (None, None, None)
         for eager in (None, torch.ones(1, dtype=torch.uint8, device=device)):
-            context._run_commit(Commit(zero, zero, offsets, None, table, *align, none, pending, eager))
+            context._run_commit(Commit(zero, zero, offsets, None, table, computed, size, none, pending, eager))
     context._run_fold_pending(zero, none, pending, True)
 
     _, heads, value_dim, key_dim = stack.checkpoints[0].shape
