@@ -271,9 +271,13 @@ def test_replay_after_close_raises(x):
 
 
 def test_dump_writes_json_and_dot(x, tmp_path):
-    """The JSON lists the node types, the DOT is CUDA's own."""
+    """The JSON lists types, kernels and edges, the DOT draws them."""
     recording = record(lambda: x.add_(1).mul_(2), device="cuda")
     recording.dump(tmp_path / "graph.json")
     recording.dump(tmp_path / "graph.dot")
-    assert [n["type"] for n in json.loads((tmp_path / "graph.json").read_text())["nodes"]] == ["kernel"] * 2
-    assert "digraph" in (tmp_path / "graph.dot").read_text()
+    told = json.loads((tmp_path / "graph.json").read_text())
+    assert [n["type"] for n in told["nodes"]] == ["kernel"] * 2
+    assert all("elementwise" in n["name"] and n["grid"] for n in told["nodes"])
+    assert told["edges"] == [{"from": 0, "to": 1}] and told["pool_bytes"] == recording.pool_bytes
+    dot = (tmp_path / "graph.dot").read_text()
+    assert dot.startswith("digraph") and "n0 -> n1;" in dot and dot.count("elementwise") >= 2
