@@ -112,27 +112,22 @@ def choose(requested: str, state_ref: Tensor, lower_bound: float | None) -> Choi
     Raises:
         ValueError: for an unknown name, and where a backend asked for by name cannot run.
     """
-    if requested == "auto":
-        # Interpreted kernels are for tests: on the CPU the specification itself is the default.
-        candidates: tuple[str, ...] = ("torch",) if state_ref.device.type == "cpu" else BACKENDS
-    elif requested == FP32_DEFERRED:
-        candidates = BACKENDS
-    else:
+    on_cpu = state_ref.device.type == "cpu"
+    if requested == "auto" and on_cpu:
+        return Choice(load("torch"), "torch is the default on the CPU")
+    if requested not in ("auto", FP32_DEFERRED):
         support = supports(requested, state_ref, lower_bound)
         if not support:
             raise ValueError(f"backend: {requested!r} cannot run here: {support.reason} (use backend='auto')")
         return Choice(load(requested), f"{requested} was asked for")
 
     refusals = []
-    for name in candidates:
+    # Interpreted Triton kernels are for tests: on the CPU the fallback is the specification itself.
+    for name in (FP32_DEFERRED, "torch") if on_cpu else BACKENDS:
         support = supports(name, state_ref, lower_bound)
         if support:
             break
-        # What fp32_deferred falls back to on the CPU is the default there, interpreter or not.
         refusals.append(f"not {name}: {support.reason}")
-        if state_ref.device.type == "cpu":
-            name = "torch"
-            break
     reason = "; ".join([f"{name} runs", *refusals])
     if refusals:
         _log_once(reason)
