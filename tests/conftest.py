@@ -1,4 +1,4 @@
-"""Seeds from the test's name, the GPU markers' skips, the backends, and Triton's interpreter without a GPU."""
+"""Seeds from the test's name, skips of GPU tests, the backends, and Triton's interpreter without a GPU."""
 
 import os
 import zlib
@@ -11,6 +11,18 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+if INTERPRETED:
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    def call_device_function(self, *args, **kwargs):
+        """Call it in the language that its kernel has patched already: to patch anew takes half of a test's time."""
+        if core.is_builtin(core.full):
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call_device_function
 
 BACKENDS = [
     pytest.param("torch-cpu"),

