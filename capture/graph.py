@@ -22,6 +22,8 @@ from graphrt.capture.shadow import tensors_in
 from graphrt.capture.topology import Edge, GraphNode, Topology
 
 _one_capture_at_a_time = threading.Lock()
+# Broken-off graphs that keep a shared pool alive until a recording in it succeeds, by pool.
+_placeholders: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
 
 
 @functools.cache
@@ -56,9 +58,9 @@ def record_graph(
 def _capture(
     fn: Callable[[], Any], stream: torch.cuda.Stream, pool: Any, name: str, bindings: Bindings | None
 ) -> Recording:
-    shared = pool is not None
-    pool = pool if shared else torch.cuda.graph_pool_handle()
-    before_bytes = pool_bytes(pool) if shared else 0
+    shared_pool = pool
+    pool = pool or torch.cuda.graph_pool_handle()
+    before_bytes = pool_bytes(pool) if shared_pool else 0
     watch = CaptureWatch(
         name,
         is_capturing=torch.cuda.is_current_stream_capturing,
@@ -75,26 +77,27 @@ def _capture(
             what = explain(error)
             # The frames of the error would keep the tensors of the broken capture alive.
             traceback.clear_frames(error.__traceback__)
-            _break_off(graph, stream)
+            _break_off(graph, stream, shared_pool)
             if isinstance(error, CaptureError):
                 raise
             raise _failed(name, what) from error
         except BaseException:
-            _break_off(graph, stream)
+            _break_off(graph, stream, shared_pool)
             raise
         try:
             _end(graph)
         except RuntimeError as error:
-            _clean_up(graph, stream)
+            _clean_up(graph, stream, shared_pool)
             raise _failed(name, explain(error)) from error
     num_nodes = driver.num_nodes(graph.raw_cuda_graph())
     if num_nodes == 0:
-        graph.reset()
+        _discard(graph, shared_pool)
         raise CaptureError(
             f"recording {name!r} is empty: the function launched nothing on the capture stream; "
             "launch on torch.cuda.current_stream(), never on a stream remembered from an earlier call"
         )
     graph.instantiate()
+    _let_go(shared_pool)
     if bindings is not None:
         bindings.drop(pool_ranges(pool))
     return GraphRecording(name, outputs, num_nodes, pool_bytes(pool) - before_bytes, graph, fn, tuple(watch.stages))
@@ -136,17 +139,17 @@ def _failed(name: str, what: str) -> CaptureError:
     )
 
 
-def _break_off(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+def _break_off(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, shared_pool: Any) -> None:
     """End a capture whose function raised, whether or not CUDA has already invalidated it."""
     try:
         _end(graph)
     except RuntimeError:
-        _clean_up(graph, stream)
+        _clean_up(graph, stream, shared_pool)
     else:
-        graph.reset()
+        _discard(graph, shared_pool)
 
 
-def _clean_up(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+def _clean_up(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, shared_pool: Any) -> None:
     """Undo what a failed end of capture leaves in torch's allocators, so that the pool takes the next graph.
 
     The failed end took the stream out of capture, but torch ends its own bookkeeping (device pool, pinned pool, random
@@ -154,8 +157,23 @@ def _clean_up(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
     """
     driver.begin_capture(stream.cuda_stream)
     _end(graph)
-    graph.reset()
+    _discard(graph, shared_pool)
     torch.cuda.empty_cache()
+
+
+def _discard(graph: torch.cuda.CUDAGraph, shared_pool: Any) -> None:
+    """Drop a graph that is of no use, but keep a caller's pool usable: torch retires one when its last graph goes."""
+    if shared_pool is None:
+        graph.reset()
+        return
+    _let_go(shared_pool)  # only now: the pool always has one user
+    _placeholders[tuple(shared_pool)] = graph
+
+
+def _let_go(shared_pool: Any) -> None:
+    """The pool has a graph of its own again, or gets another placeholder."""
+    if shared_pool is not None and (placeholder := _placeholders.pop(tuple(shared_pool), None)) is not None:
+        placeholder.reset()
 
 
 @contextlib.contextmanager

@@ -152,6 +152,9 @@ def test_memory_outside_the_pool_is_refused(x):
         with torch.cuda.stream(side):
             return torch.empty(1 << 20, device="cuda")
 
+    # Cached now, so that the allocation in the capture asks the driver for nothing, which would refuse.
+    elsewhere()
+
     def step():
         launch.launch("graphrt.verify", lambda a, b: a.add_(1), x, elsewhere())
 
