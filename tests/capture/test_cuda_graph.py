@@ -34,7 +34,7 @@ def test_replay_reads_what_was_staged_after_capture():
     w, inputs, state = (torch.randn(32, 32, device="cuda") for _ in range(3))
     before = state.clone()
     # The library makes its handle at the first product, which no capture survives.
-    inputs @ w  # noqa: B018
+    inputs @ w
 
     def step():
         state.add_(F.silu(inputs @ w))
