@@ -83,6 +83,11 @@ class Target:
         """Whether kernels run in Triton's interpreter, which is slow."""
         return self.backend == "triton" and self.device == "cpu"
 
+    def spare(self, condition: bool) -> None:
+        """Skip a combination under the interpreter: there the others must do."""
+        if self.interpreted and condition:
+            pytest.skip("one of the combinations that the interpreter is spared")
+
     def shape(self, **changes: Any) -> Shape:
         """The default shape, or the nearest one this backend can run, with `changes`."""
         base = Shape(head_dim=128, act=torch.bfloat16) if self.backend == FP32_DEFERRED else Shape()

@@ -21,6 +21,7 @@ def test_a_commit_without_pending_folds_every_accepted_count(backend_device, eng
     """State and history are the oracle's after 0..Q accepted tokens; no pending entry and no stranger
     changes.
     """
+    backend_device.spare(engine_layout and lower_bound is None)
     pool = Pool(backend_device, backend_device.shape(engine_layout=engine_layout, lower_bound=lower_bound))
     slots, rows = six_counts(pool)
     truths = start(pool, slots)
