@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from rig import Batch, Pool, Row, Snapshot, commit, drain, same_bytes, verify
+from rig import Pool, Snapshot, same_bytes
+from steps import Batch, Row, commit, drain, verify
 from truth import Truth, check_step
 
 from graphrt import align_eager_mask, align_state_indices

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from rig import Batch, Pool, Row, Tokens, commit, drain, same_bytes, verify
+from rig import Pool, same_bytes
+from steps import Batch, Row, Tokens, commit, drain, verify
 from traces import POLICIES, Trace
 from truth import run_step, start
 

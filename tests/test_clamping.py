@@ -6,19 +6,8 @@ compares every byte of memory and every output.
 
 import pytest
 import torch
-from rig import (
-    Batch,
-    Pool,
-    Row,
-    Snapshot,
-    Target,
-    commit,
-    conv_verify,
-    core_verify,
-    drain,
-    same_bytes,
-    verify,
-)
+from rig import Pool, Snapshot, Target, same_bytes
+from steps import Batch, Row, commit, conv_verify, core_verify, drain, verify
 from truth import check_step, run_step, start
 
 HUGE = 1 << 30

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from rig import Batch, Pool, Row, Snapshot, commit, drain, same_bytes, verify
+from rig import Pool, Snapshot, same_bytes
+from steps import Batch, Row, commit, drain, verify
 from truth import check_step, run_step, start
 
 LAYOUTS = pytest.mark.parametrize("engine_layout", [False, True], ids=["hist+Q", "hist+Q-1"])

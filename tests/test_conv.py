@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from rig import Batch, Pool, Row, Snapshot, commit, conv_verify, drain, same_bytes
+from rig import Pool, Snapshot, same_bytes
+from steps import Batch, Row, commit, conv_verify, drain
 from truth import FLOOR, assert_near, assert_rounded, start
 
 LAYOUTS = pytest.mark.parametrize("engine_layout", [False, True], ids=["hist+Q", "hist+Q-1"])

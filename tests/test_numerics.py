@@ -3,7 +3,8 @@
 import pytest
 import torch
 from oracle import relative_error
-from rig import Batch, Pool, Row, Tokens, commit, core_verify, drain, verify
+from rig import Pool
+from steps import Batch, Row, Tokens, commit, core_verify, drain, verify
 from truth import SIXTEEN_BIT, Truth, assert_near, assert_rounded, check_records, run_step, start
 
 BOUNDS = pytest.mark.parametrize("lower_bound", [-5.0, None], ids=["bounded", "unbounded"])

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from rig import Batch, Pool, Row, Tokens, commit, drain, same_bytes, verify, whole
+from rig import Pool, same_bytes, whole
+from steps import Batch, Row, Tokens, commit, drain, verify
 from truth import start
 
 # Elements between two slots: slot 2 lies at 2^31 and its 32-bit offset would be negative.

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from oracle import Outputs, Request, Window, relative_error
-from rig import Batch, Pool, Target, Verified, commit, on_cpu, same_bytes, verify
+from rig import Pool, Target, on_cpu, same_bytes
+from steps import Batch, Verified, commit, verify
 from torch import Tensor
 
 # Relative norm of a state, correction or FP32 output against float64, per window. A state in 16 bits is
