@@ -11,12 +11,11 @@ from torch import Tensor
 from graphrt import backends
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.pinned import PinnedRing
-from graphrt.capture.sources import Source, check_sources
+from graphrt.capture.sources import NAMES, Source, check_sources
+from graphrt.capture.static import allocate_rows, cut_rows
 from graphrt.errors import canonical, error_counter
 from graphrt.launch import is_recording, launch
 from graphrt.steps import Staged, StageSources
-
-_LINE = 16  # int32 entries: every buffer starts on a cache line of its own
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +51,7 @@ class StepInputs:
     block_table: Tensor = field(init=False, repr=False)
     """[R, block_table_width] int32, by row; null past the width of what was staged."""
     _block: Tensor = field(init=False, repr=False)
+    _all: Staged = field(init=False, repr=False)
     _rows: dict[int, Staged] = field(init=False, repr=False, default_factory=dict)
     _ring: PinnedRing | None = field(init=False, repr=False)
 
@@ -62,27 +62,13 @@ class StepInputs:
         put: Any = object.__setattr__
         put(self, "device", canonical(self.device))
         error_counter(self.device)
-        rows, width = self.max_num_reqs, self.block_table_width
-        sizes = {
-            "state_indices": rows,
-            "record_rows": rows,
-            "query_start_loc": rows + 1,
-            "num_accepted_tokens": rows,
-            "num_computed_tokens": rows,
-            "eager": -(-rows // 4),
-            "block_table": rows * width,
-        }
-        starts, total = {}, 0
-        for name, size in sizes.items():
-            starts[name], total = total, total + -(-size // _LINE) * _LINE
-        block = torch.zeros(total, dtype=torch.int32, device=self.device)
+        block, staged = allocate_rows(self.max_num_reqs, self.block_table_width, self.device)
         put(self, "_block", block)
-        for name, size in sizes.items():
-            put(self, name, block[starts[name] : starts[name] + size])
-        put(self, "eager", self.eager.view(torch.uint8)[:rows])
-        put(self, "block_table", self.block_table.view(rows, width))
-        self.record_rows.fill_(-1)
-        put(self, "_ring", PinnedRing(self.rows(rows)) if self.device.type == "cuda" else None)
+        put(self, "_all", staged)
+        for name in NAMES:
+            if name != "request_indices":
+                put(self, name, getattr(staged, name))
+        put(self, "_ring", PinnedRing(staged) if self.device.type == "cuda" else None)
 
     def rows(self, num_reqs: int) -> Staged:
         """The static tensors cut to `num_reqs` rows: the same objects at every call.
@@ -94,15 +80,7 @@ class StepInputs:
         if cut is None:
             if not 1 <= num_reqs <= self.max_num_reqs:
                 raise ValueError(f"num_reqs: expected 1..{self.max_num_reqs} (max_num_reqs), got {num_reqs}")
-            cut = self._rows[num_reqs] = Staged(
-                state_indices=self.state_indices[:num_reqs],
-                record_rows=self.record_rows[:num_reqs],
-                query_start_loc=self.query_start_loc[: num_reqs + 1],
-                num_accepted_tokens=self.num_accepted_tokens[:num_reqs],
-                eager=self.eager[:num_reqs],
-                num_computed_tokens=self.num_computed_tokens[:num_reqs],
-                block_table=self.block_table[:num_reqs],
-            )
+            cut = self._rows[num_reqs] = cut_rows(self._all, num_reqs)
         return cut
 
     def stage(
@@ -153,7 +131,7 @@ class StepInputs:
             return
         sources = StageSources(num_reqs, *tensors)
         run = backends.by_device(self.device).stage
-        launch("graphrt.stage", run, self.rows(self.max_num_reqs), sources, None, error_counter(self.device))
+        launch("graphrt.stage", run, self._all, sources, None, error_counter(self.device))
 
     @contextmanager
     def kept(self) -> Iterator[None]:

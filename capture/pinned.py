@@ -36,7 +36,7 @@ class PinnedBlock:
         self._areas = [_pinned(0 if i == TABLE else capacity) for i in range(len(NAMES))]
         self._addresses = [area.data_ptr() for area in self._areas]
         self._words = (ctypes.c_char * _HEADER.size).from_address(self.header.data_ptr())
-        self.read = torch.cuda.Event()
+        self.read = torch.cuda.Event()  # type: ignore[no-untyped-call]
         # Triton is imported where it runs.
         from graphrt.kernels.stage import stage_header
 
@@ -77,7 +77,7 @@ class PinnedRing:
         """Stage checked sources (in the order of NAMES) on the current stream."""
         block = self._blocks[self._next]
         self._next = (self._next + 1) % NUM_BLOCKS
-        if not block.read.query():
+        if not block.read.query():  # type: ignore[no-untyped-call]
             block.read.synchronize()
         num_requests = _ANY
         words = [num_reqs, 0, 0, 0]

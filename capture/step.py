@@ -1,6 +1,7 @@
 """A whole decode step as one recording: k steps are k replays, with no host work between them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +12,12 @@ from graphrt import backends
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.runner import check_parts
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
+from graphrt.capture.static import allocate_rows, cut_rows
 from graphrt.checks import check_index, check_tensor, fail
 from graphrt.context import KDARecoverSSMCommitContext
 from graphrt.errors import error_counter
 from graphrt.launch import launch
-from graphrt.steps import Advance, Staged, StageSources, StepBegin
+from graphrt.steps import Advance, StageSources, StepBegin
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class Sampled:
     query_lens: Tensor
     """int32: tokens of the row's next window, 0..Q; the callable has put the tokens themselves where verify reads."""
     finished: Tensor | None = None
-    """bool or uint8: rows that are done. They are padding from the next step on; their accepted tokens are committed."""
+    """bool or uint8: rows that are done: committed in this step, padding from the next one on."""
 
 
 Verify = Callable[[StepRows], Any]
@@ -114,7 +116,162 @@ class DecodeStep:
         self.flush_rows = torch.ones(most, dtype=torch.int32, device=device) if flush else None
         """[max_num_reqs] int32, 1 where the step drains a row before its verify; write into it at any time."""
         self._drained = torch.zeros(most, dtype=torch.int32, device=device)
-        self._step = StepInputs(most, inputs.spec_query_len, device, inputs.block_table_width)
+        self._staged = allocate_rows(most, inputs.block_table_width, device)[1]
+        self._rows: dict[int, StepRows] = {}
         self._recordings = SizedRecordings({"step": self._run}, most, device)
         self.outputs: tuple[Any, Sampled] | None = None
         """What `verify` and `sample` returned in the step that ran last: static tensors of its recording."""
+
+    def capture(self, progress: bool = True, *, sizes: Iterable[int] | None = None, dcp: bool = False) -> None:
+        """Record what is not recorded yet, largest size first. May run in mid-service, also after `stage`.
+
+        The warm-up runs on dummy rows; the staged step and the random state are put back.
+
+        Args:
+            progress: show a bar with the free memory.
+            sizes: other sizes than `capture_sizes`, to add to them.
+            dcp: use the dummy rows of decode context parallelism (`dummy_inputs`).
+
+        Raises:
+            ValueError: for a size there is not, or a callable that returns something else than it should.
+            RuntimeError: after `close`.
+        """
+        wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs)
+        with self.inputs.kept(), _random_state_kept(self.inputs.device):
+            self._recordings.capture(["step"], wanted, lambda n: dummy_inputs(self.inputs, n, dcp=dcp), progress)
+        self.capture_sizes = sorted({*self.capture_sizes, *wanted})
+
+    def replay(self, num_reqs: int, steps: int = 1) -> None:
+        """Run `steps` steps of the staged batch, each on what the one before left in `inputs`; waits for nothing.
+
+        The smallest captured size that fits is replayed; without one the steps run eagerly.
+
+        Raises:
+            RuntimeError: before capture and after close. ValueError: for more rows than the inputs have.
+        """
+        for _ in range(steps):
+            recording = self._recordings.replay("step", num_reqs)
+            if recording is not None:
+                self.outputs = recording.outputs
+            elif num_reqs > 0:
+                self.run(num_reqs)
+
+    def replay_dummy(self, num_reqs: int, *, dcp: bool = False) -> None:
+        """Run one step on dummy rows, as an idle rank must; the staged step is put back and nothing else changes."""
+        with self.inputs.kept():
+            dummy_inputs(self.inputs, num_reqs, dcp=dcp)
+            self.replay(num_reqs)
+
+    def run(self, num_reqs: int) -> None:
+        """Launch one step of the staged batch from Python, without a recording.
+
+        Inside somebody's own recording this is the way to make the step a part of it.
+        """
+        with torch.no_grad():
+            self.outputs = self._run(num_reqs)
+
+    @property
+    def last_miss_reason(self) -> str | None:
+        """Why the last step that found no recording ran eagerly; None as long as none did."""
+        return self._recordings.last_miss_reason
+
+    def memory(self) -> GraphMemory:
+        """Bytes of each graph and in total, next to the forecast."""
+        return self._recordings.memory()
+
+    def close(self) -> None:
+        """Give the recordings' memory back. A second call does nothing."""
+        self.outputs = None
+        self._recordings.close()
+
+    def _run(self, num_reqs: int) -> tuple[Any, Sampled]:
+        rows = self._step_rows(num_reqs)
+        self._stage(num_reqs)
+        if self.flush_rows is not None:
+            drained = torch.mul(rows.state_indices, self.flush_rows[:num_reqs], out=self._drained[:num_reqs])
+            self.context.drain(drained, rows.record_rows, self.replayed)
+        outputs = self.verify(rows)
+        sampled = self.sample(rows, outputs)
+        self._check_sampled(sampled, num_reqs)
+        self._commit(rows, sampled)
+        self._advance(num_reqs, sampled)
+        return outputs, sampled
+
+    def _step_rows(self, num_reqs: int) -> StepRows:
+        rows = self._rows.get(num_reqs)
+        if rows is None:
+            # Checks the number of rows as well.
+            self.inputs.rows(num_reqs)
+            cut = cut_rows(self._staged, num_reqs)
+            rows = self._rows[num_reqs] = StepRows(
+                state_indices=cut.state_indices,
+                record_rows=cut.record_rows,
+                query_start_loc=cut.query_start_loc,
+                pending=self.replayed,
+                num_computed_tokens=cut.num_computed_tokens,
+                eager=cut.eager,
+                block_table=cut.block_table,
+                spec_query_len=self.inputs.spec_query_len,
+            )
+        return rows
+
+    def _stage(self, num_reqs: int) -> None:
+        staged, i = cut_rows(self._staged, num_reqs), self.inputs.rows(num_reqs)
+        sources = StageSources(
+            num_reqs=num_reqs,
+            state_indices=i.state_indices,
+            record_rows=i.record_rows,
+            query_start_loc=i.query_start_loc,
+            eager=i.eager,
+            num_computed_tokens=i.num_computed_tokens,
+            block_table=i.block_table,
+        )
+        begin = StepBegin(self.pending, self.replayed, self.context.stack.geometry.num_slots, self.mamba_block_size)
+        device = self.inputs.device
+        run = backends.by_device(device).stage
+        launch("graphrt.stage", run, staged, sources, begin, error_counter(device))
+
+    def _commit(self, rows: StepRows, sampled: Sampled) -> None:
+        align = self.mamba_block_size is not None
+        self.context.commit(
+            sampled.num_accepted_tokens,
+            rows.state_indices,
+            rows.query_start_loc,
+            block_table=rows.block_table if align else None,
+            num_computed_tokens=rows.num_computed_tokens if align else None,
+            mamba_block_size=self.mamba_block_size,
+            record_rows=rows.record_rows,
+            pending=self.pending,
+            eager=rows.eager,
+        )
+
+    def _advance(self, num_reqs: int, sampled: Sampled) -> None:
+        finished = sampled.finished
+        advance = Advance(
+            rows=cut_rows(self._staged, num_reqs),
+            next_rows=self.inputs.rows(self.inputs.max_num_reqs),
+            num_accepted_tokens=sampled.num_accepted_tokens,
+            query_lens=sampled.query_lens,
+            finished=finished.view(torch.uint8) if finished is not None else None,
+            spec_query_len=self.inputs.spec_query_len,
+            num_slots=self.context.stack.geometry.num_slots,
+            mamba_block_size=self.mamba_block_size,
+        )
+        run = backends.by_device(self.inputs.device).advance
+        launch("graphrt.advance", run, advance, error_counter(self.inputs.device))
+
+    def _check_sampled(self, sampled: object, num_reqs: int) -> None:
+        if not isinstance(sampled, Sampled):
+            fail("sample", "a Sampled as its result", type(sampled).__name__)
+        device = self.inputs.device
+        check_index("Sampled.num_accepted_tokens", sampled.num_accepted_tokens, num_reqs, device, exactly=True)
+        check_index("Sampled.query_lens", sampled.query_lens, num_reqs, device, exactly=True)
+        if sampled.finished is not None:
+            check_tensor("Sampled.finished", sampled.finished, (num_reqs,), (torch.bool, torch.uint8), device)
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    """Warm-up may draw random numbers; service goes on with those it would have drawn."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield

@@ -143,7 +143,7 @@ class StepBegin:
     """What the staging launch of a recorded step does besides copying (design section 4, `DecodeStep`)."""
 
     pending: Tensor
-    """[R] int32: zeroed for every live row of the step, so that a step whose commit never comes has accepted nothing."""
+    """[R] int32: zeroed for every live row of the step; a step whose commit never comes has accepted nothing."""
     replay: Tensor
     """[R] int32: receives these counts; the verifies of the step read them as their `pending`."""
     num_slots: int

@@ -16,10 +16,10 @@ def stage(staged: Staged, sources: StageSources, begin: StepBegin | None, errors
     """Copy a step's metadata into the static buffers and pad the rows behind it."""
     s, rows = sources, staged.state_indices.shape[0]
     o_b = torch.arange(rows, device=staged.state_indices.device)
-    slot = _padded(s.state_indices, s.num_reqs, rows, 0)
-    row = _padded(s.record_rows, s.num_reqs, rows, -1)
+    slot = _padded(s.state_indices, s.num_reqs, o_b, 0)
+    row = _padded(s.record_rows, s.num_reqs, o_b, -1)
     owned = (o_b < s.num_reqs) & ((slot > 0) | (row >= 0))
-    request = o_b if s.request_indices is None else _padded(s.request_indices, s.num_reqs, rows, 0).long()
+    request = o_b if s.request_indices is None else _padded(s.request_indices, s.num_reqs, o_b, 0).long()
     known = owned & (request >= 0) & (request < s.num_requests)
     add_errors(errors, ErrorKind.REQUEST, owned & ~known)
     request = torch.where(known, request, 0)
@@ -28,7 +28,7 @@ def stage(staged: Staged, sources: StageSources, begin: StepBegin | None, errors
     if s.query_start_loc is not None:
         offsets = s.query_start_loc[torch.arange(rows + 1, device=o_b.device).clamp(max=s.num_reqs)]
     computed = _gathered(s.num_computed_tokens, request, known)
-    eager = torch.where(owned, _padded(s.eager, s.num_reqs, rows, 0), 0)
+    eager = torch.where(owned, _padded(s.eager, s.num_reqs, o_b, 0), 0)
     if begin is not None and begin.mamba_block_size is not None:
         length = offsets[1:].long() - offsets[:-1].long()
         near = near_boundary(computed.long().clamp(min=0), length.clamp(min=0), begin.mamba_block_size)
@@ -61,11 +61,12 @@ def _move_pending(begin: StepBegin, slot: Tensor, row: Tensor) -> None:
     begin.pending.masked_fill_(moved, 0)
 
 
-def _padded(source: Tensor | None, num_reqs: int, rows: int, fill: int) -> Tensor:
+def _padded(source: Tensor | None, num_reqs: int, o_b: Tensor, fill: int) -> Tensor:
     """[rows] int32: the first `num_reqs` entries of `source`, then `fill`."""
-    if source is None:
-        return torch.full((rows,), fill, dtype=torch.int32)
-    return torch.cat((source[:num_reqs], source.new_full((rows - num_reqs,), fill))).to(torch.int32)
+    padded = torch.full_like(o_b, fill, dtype=torch.int32)
+    if source is not None:
+        padded[:num_reqs] = source[:num_reqs]
+    return padded
 
 
 def _gathered(source: Tensor | None, request: Tensor, known: Tensor) -> Tensor:

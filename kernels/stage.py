@@ -207,7 +207,8 @@ def graphrt_advance_kernel(
     keep = (slot > 0) & (row >= 0) & (finished == 0)
 
     column = tl.maximum(computed - 1, 0) // tl.maximum(block_size, 1)
-    aligned = keep & (block_size > 0)
+    # As a vector: the interpreter takes no scalar in a mask.
+    aligned = keep & (o_b < batch * tl.minimum(block_size, 1))
     block = tl.load(table_ptr + o_b.to(tl.int64) * width + column, mask=aligned & (column < width), other=0)
     missing = aligned & ((block <= 0) | (block >= num_slots))
     count(errors_ptr, _COLUMN, missing)
