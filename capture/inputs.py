@@ -11,7 +11,7 @@ from torch import Tensor
 from graphrt import backends
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.pinned import PinnedRing
-from graphrt.capture.sources import NAMES, Source, check_sources
+from graphrt.capture.sources import NAMES, Source, as_tensor, check_sources
 from graphrt.capture.static import allocate_rows, cut_rows
 from graphrt.errors import canonical, error_counter
 from graphrt.launch import is_recording, launch
@@ -125,11 +125,11 @@ class StepInputs:
         recording = _is_recording(self._ring)
         if recording:
             _refuse_host_values(values, self.device)
-        tensors = check_sources(values, num_reqs, self.device, self._block)
+        checked = check_sources(values, num_reqs, self.device, self._block)
         if self._ring is not None and not recording:
-            self._ring.stage(num_reqs, tensors)
+            self._ring.stage(num_reqs, checked)
             return
-        sources = StageSources(num_reqs, *tensors)
+        sources = StageSources(num_reqs, *(as_tensor(i, value) for i, value in enumerate(checked)))
         run = backends.by_device(self.device).stage
         launch("graphrt.stage", run, self._all, sources, None, error_counter(self.device))
 

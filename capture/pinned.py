@@ -9,105 +9,157 @@ argument of a launch is built in Python. An event keeps a block until the device
 import contextlib
 import ctypes
 import struct
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphrt import backends
 from graphrt.capture.recorder import record
-from graphrt.capture.sources import BY_REQUEST, NAMES, OFFSETS, TABLE
+from graphrt.capture.sources import BY_REQUEST, EAGER, NAMES, OFFSETS, TABLE, as_tensor
 from graphrt.errors import error_counter
 from graphrt.steps import Staged, StageSources
 
 NUM_BLOCKS = 8
-_HEADER = struct.Struct(f"={4 + 3 * len(NAMES)}q")
-_ABSENT = (0, 0, 0)
+HEADER_WORDS = 4 + 3 * len(NAMES)
+_HEADER_BYTES = 8 * HEADER_WORDS
 # More requests than any tensor holds: nothing by request was staged.
 _ANY = 2**31 - 1
 
 
 class PinnedBlock:
-    """One step's host values on their way to the device."""
+    """One step's host values on their way to the device: the header, then plain ints, plain bytes, and tensors."""
 
-    def __init__(self, staged: Staged) -> None:
-        capacity = 4 * (staged.state_indices.shape[0] + 1)
-        self.header = torch.zeros(_HEADER.size // 8, dtype=torch.int64, pin_memory=True)
-        # Block tables are on the device as a rule: theirs is made when the first one comes from the host.
-        self._areas = [_pinned(0 if i == TABLE else capacity) for i in range(len(NAMES))]
-        self._addresses = [area.data_ptr() for area in self._areas]
-        self._words = (ctypes.c_char * _HEADER.size).from_address(self.header.data_ptr())
-        self.read = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        # Triton is imported where it runs.
-        from graphrt.kernels.stage import stage_header
+    def __init__(self, max_num_reqs: int, pin: bool = True) -> None:
+        self._pin = pin
+        # Room for the vectors that every step has; the rest grows when it is first needed.
+        ints = 4 * (max_num_reqs + 1)
+        self.header = torch.zeros(HEADER_WORDS, dtype=torch.int64, pin_memory=pin)
+        self._header = (ctypes.c_char * _HEADER_BYTES).from_address(self.header.data_ptr())
+        self._grow_ints(ints)
+        self._tensors = torch.empty(ints, dtype=torch.int32, pin_memory=pin)
+        self._bytes = torch.empty(max_num_reqs, dtype=torch.uint8, pin_memory=pin)
 
-        errors = error_counter(staged.state_indices.device)
-        self.recording = record(
-            lambda: stage_header(staged, self.header, errors), device=errors.device, name="graphrt.stage"
-        )
+    def _grow_ints(self, ints: int) -> None:
+        self._ints = torch.empty(4 * ints, dtype=torch.uint8, pin_memory=self._pin)
+        self._int_memory = (ctypes.c_char * (4 * ints)).from_address(self._ints.data_ptr())
 
-    def put(self, i: int, source: Tensor, entries: int) -> int:
-        """Copy the first entries of a host tensor into the block; returns their address."""
-        size = entries * source.element_size() * (source.shape[1] if i == TABLE else 1)
-        if size > self._areas[i].shape[0]:
-            self._areas[i] = _pinned(2 * size)
-            self._addresses[i] = self._areas[i].data_ptr()
-        if source.is_contiguous():
-            ctypes.memmove(self._addresses[i], source.data_ptr(), size)
-        else:
-            part = source[:entries]
-            self._areas[i][:size].view(source.dtype).view(part.shape).copy_(part)
-        return self._addresses[i]
+    def write(self, num_reqs: int, sources: Sequence[Any]) -> None:
+        """Put checked sources (in the order of NAMES) into the block, and say in the header where they are.
 
-    def write_header(self, words: list[int]) -> None:
-        _HEADER.pack_into(self._words, 0, *words)
+        Raises:
+            ValueError: naming the argument that is no list of 32-bit ints.
+        """
+        num_requests = _ANY
+        words = [0] * HEADER_WORDS
+        ints: list[int] = []
+        host: list[tuple[int, Tensor]] = []
+        for i, source in enumerate(sources):
+            if source is None:
+                continue
+            at = 4 + 3 * i
+            plain = not isinstance(source, Tensor)
+            entries = num_reqs + (i == OFFSETS)
+            if BY_REQUEST[i]:
+                entries = len(source) if plain else source.shape[0]
+                num_requests = min(num_requests, entries)
+            words[at + 1], words[at + 2] = 1, entries
+            if plain and i != EAGER:
+                words[at] = 4 * len(ints)
+                ints += source if len(source) == entries else source[:entries]
+            elif plain or source.is_cpu:
+                host.append((i, source))
+            else:
+                words[at], words[at + 1] = source.data_ptr(), source.stride()[0]
+            if i == TABLE:
+                words[2], words[3] = source.shape[1], 1 if source.is_cpu else source.stride()[1]
+                if source.is_cpu:
+                    words[at + 1] = source.shape[1]
+        words[0], words[1] = num_reqs, num_requests
+        self._write_ints(ints, sources, words)
+        if host:
+            self._write_host(host, words)
+        struct.pack_into(f"={HEADER_WORDS}q", self._header, 0, *words)
+
+    def _write_ints(self, ints: list[int], sources: Sequence[Any], words: list[int]) -> None:
+        if 4 * len(ints) > self._ints.shape[0]:
+            self._grow_ints(2 * len(ints))
+        try:
+            struct.pack_into(f"={len(ints)}i", self._int_memory, 0, *ints)
+        except struct.error:
+            for i, source in enumerate(sources):
+                # Raises for the one that is to blame.
+                as_tensor(i, source)
+            raise
+        base = self._ints.data_ptr()
+        for i, source in enumerate(sources):
+            if i != EAGER and source is not None and not isinstance(source, Tensor):
+                words[4 + 3 * i] += base
+
+    def _write_host(self, host: list[tuple[int, Tensor]], words: list[int]) -> None:
+        """All int32 tensors in one concatenation; the eager mask, if it is among them, by itself."""
+        parts, total = [], 0
+        for i, source in host:
+            entries = words[4 + 3 * i + 2]
+            if i == EAGER:
+                self._write_eager(source, entries)
+                words[4 + 3 * i] = self._bytes.data_ptr()
+                continue
+            part = source if source.shape[0] == entries else source[:entries]
+            parts.append(part.flatten() if i == TABLE else part)
+            words[4 + 3 * i] = 4 * total
+            total += parts[-1].shape[0]
+        if not parts:
+            return
+        if total > self._tensors.shape[0]:
+            self._tensors = torch.empty(2 * total, dtype=torch.int32, pin_memory=self._pin)
+        torch.cat(parts, out=self._tensors[:total])
+        base = self._tensors.data_ptr()
+        for i, _ in host:
+            if i != EAGER:
+                words[4 + 3 * i] += base
+
+    def _write_eager(self, source: Any, entries: int) -> None:
+        mask = as_tensor(EAGER, source)
+        if mask is not None:
+            self._bytes[:entries].copy_(mask[:entries])
 
 
 class PinnedRing:
     """NUM_BLOCKS steps may be queued before a staging waits for the device."""
 
     def __init__(self, staged: Staged) -> None:
+        # Triton is imported where it runs.
+        from graphrt.kernels.stage import stage_header
+
         device = staged.state_indices.device
+        errors = error_counter(device)
         with torch.cuda.device(device):
             # Compiled here, for a staging by value inside a later recording.
-            backends.by_device(device).stage(staged, StageSources(0), None, error_counter(device))
-            self._blocks = [PinnedBlock(staged) for _ in range(NUM_BLOCKS)]
+            backends.by_device(device).stage(staged, StageSources(0), None, errors)
+            self._blocks = [PinnedBlock(staged.state_indices.shape[0]) for _ in range(NUM_BLOCKS)]
+            self._recordings = [
+                record(partial(stage_header, staged, block.header, errors), device=device, name="graphrt.stage")
+                for block in self._blocks
+            ]
+            self._read = [torch.cuda.Event() for _ in self._blocks]  # type: ignore[no-untyped-call]
         self._next = 0
 
-    def stage(self, num_reqs: int, sources: list[Tensor | None]) -> None:
+    def stage(self, num_reqs: int, sources: Sequence[Any]) -> None:
         """Stage checked sources (in the order of NAMES) on the current stream."""
-        block = self._blocks[self._next]
-        self._next = (self._next + 1) % NUM_BLOCKS
-        if not block.read.query():  # type: ignore[no-untyped-call]
-            block.read.synchronize()
-        num_requests = _ANY
-        words = [num_reqs, 0, 0, 0]
-        for i, source in enumerate(sources):
-            if source is None:
-                words += _ABSENT
-                continue
-            if i in BY_REQUEST:
-                entries = source.shape[0]
-                num_requests = min(num_requests, entries)
-            else:
-                entries = num_reqs + (i == OFFSETS)
-            on_device = source.is_cuda
-            address = source.data_ptr() if on_device else block.put(i, source, entries)
-            stride = source.stride(0) if on_device else 1
-            if i == TABLE:
-                words[2], words[3] = source.shape[1], source.stride(1) if on_device else 1
-                stride = stride if on_device else source.shape[1]
-            words += (address, stride, entries)
-        words[1] = num_requests
-        block.write_header(words)
-        block.recording.replay()
-        block.read.record()
+        i = self._next
+        read = self._read[i]
+        if not read.query():  # type: ignore[no-untyped-call]
+            read.synchronize()
+        self._blocks[i].write(num_reqs, sources)
+        self._recordings[i].replay()
+        read.record()
+        self._next = (i + 1) % NUM_BLOCKS
 
     def __del__(self) -> None:
         # Pinned memory goes back to a cache at once: not while a launch may still read it.
         with contextlib.suppress(Exception):
-            for block in self._blocks:
-                block.read.synchronize()
-
-
-def _pinned(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            for read in self._read:
+                read.synchronize()

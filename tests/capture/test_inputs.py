@@ -9,6 +9,11 @@ from engine import int32
 
 from graphrt import error_counts, reset_errors
 from graphrt.capture import CaptureError, StepInputs, dummy_inputs, record
+from graphrt.capture.pinned import PinnedBlock
+from graphrt.capture.sources import NAMES, check_sources
+from graphrt.capture.static import allocate_rows
+from graphrt.errors import error_counter
+from graphrt.kernels.stage import stage_header
 
 FIELDS = (
     "state_indices", "record_rows", "query_start_loc", "num_accepted_tokens", "eager", "num_computed_tokens",
@@ -102,6 +107,22 @@ def test_every_kind_of_source_stages_the_same(device, form, source_width):
         )
         assert contents(inputs) == expected(6, 3, arguments)
     assert not any(error_counts(device).values())
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "device" not in form])
+def test_a_block_of_host_values_stages_the_same(form):
+    """What the ring writes on a GPU, staged here by the interpreted kernel: values and header, growth included."""
+    rng, block = random.Random(form), PinnedBlock(6, pin=False)
+    for _ in range(12):
+        arguments = random_arguments(rng, 6, rng.choice([0, 2, 5]))
+        _, staged = allocate_rows(6, 3, torch.device("cpu"))
+        values = tuple(FORMS[form](name, arguments[name], "cpu") for name in NAMES)
+        checked = check_sources(values, arguments["num_reqs"], torch.device("cpu"), torch.zeros(1))
+        block.write(arguments["num_reqs"], checked)
+        stage_header(staged, block.header, error_counter("cpu"))
+        assert contents(staged) == expected(6, 3, arguments)
+    with pytest.raises(ValueError, match=r"^record_rows: expected a tensor or a sequence of 32-bit ints, got list"):
+        block.write(1, [[1], [2**31], None, None, None, None, None, None])
 
 
 def test_nothing_of_a_larger_batch_stays(device):

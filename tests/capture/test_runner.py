@@ -54,7 +54,7 @@ def steps_equal(device, sizes, steps, *, most=6, eager=False, seed=0):
 @pytest.mark.parametrize("eager", [False, True], ids=["deferred", "eager mask"])
 def test_replay_equals_eager_over_random_steps(device, sizes, eager):
     """Slots, ragged lengths, counts, requests and batch sizes change at every step (B01, B02, B06, B10, B52)."""
-    runner = steps_equal(device, sizes, 24, eager=eager)
+    runner = steps_equal(device, sizes, 14, eager=eager)
     assert runner.last_miss_reason is None
 
 
@@ -76,7 +76,7 @@ def test_align_mode_equals_eager(device, eager):
     runner.capture(progress=False)
     reset_errors(device)
     crossed = 0
-    for step in range(30):
+    for step in range(20):
         batch = Batch(rng, engine, 6, slot_of=lambda row: int(tables[row, max(computed[row] - 1, 0) // SIZE]))
         x = engine.window_inputs(rng)
         batch.verify(engine, x), batch.verify(twin, x)
@@ -95,7 +95,7 @@ def test_align_mode_equals_eager(device, eager):
             computed[row] += accepted
             if computed[row] > SIZE * (WIDTH - 1):
                 computed[row] = 0
-    assert crossed > 5
+    assert crossed >= 4
     counts = error_counts(device)
     assert (counts.pop("eager_missed") == 0) == eager
     assert not any(counts.values())

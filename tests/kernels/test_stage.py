@@ -136,6 +136,17 @@ def test_advance_kernel_equals_the_specification(device, block_size):
         assert same(*results)
 
 
+def test_a_null_slot_keeps_what_its_record_row_has_pending():
+    """The move of pending counts reaches live rows only: neither null slots, nor slots past the pool, nor row -1."""
+    _, staged = allocate_rows(5, 0, torch.device("cpu"))
+    pending, replay = torch.tensor([1, 2, 3, 4], dtype=torch.int32), torch.full((4,), 9, dtype=torch.int32)
+    slots, rows = ([3, 0, 10, 4], [2, 1, 0, -1])
+    sources = StageSources(4, *(torch.tensor(values, dtype=torch.int32) for values in (slots, rows)))
+    backends.load("torch").stage(staged, sources, StepBegin(pending, replay, 10, None), error_counter("cpu"))
+    assert pending.tolist() == [1, 2, 0, 4]
+    assert replay.tolist() == [9, 9, 3, 9]
+
+
 def test_a_row_without_a_block_is_retired():
     """Past its block table a row turns into padding and is counted; its neighbour goes on (B44)."""
     rows = cut_rows(allocate_rows(2, 2, torch.device("cpu"))[1], 2)
