@@ -52,32 +52,13 @@ class PinnedBlock:
         Raises:
             ValueError: naming the argument that is no list of 32-bit ints.
         """
-        num_requests = _ANY
         words = [0] * HEADER_WORDS
+        words[0], words[1] = num_reqs, _ANY
         ints: list[int] = []
         host: list[tuple[int, Tensor]] = []
         for i, source in enumerate(sources):
-            if source is None:
-                continue
-            at = 4 + 3 * i
-            plain = not isinstance(source, Tensor)
-            entries = num_reqs + (i == OFFSETS)
-            if BY_REQUEST[i]:
-                entries = len(source) if plain else source.shape[0]
-                num_requests = min(num_requests, entries)
-            words[at + 1], words[at + 2] = 1, entries
-            if plain and i != EAGER:
-                words[at] = 4 * len(ints)
-                ints += source if len(source) == entries else source[:entries]
-            elif plain or source.is_cpu:
-                host.append((i, source))
-            else:
-                words[at], words[at + 1] = source.data_ptr(), source.stride()[0]
-            if i == TABLE:
-                words[2], words[3] = source.shape[1], 1 if source.is_cpu else source.stride()[1]
-                if source.is_cpu:
-                    words[at + 1] = source.shape[1]
-        words[0], words[1] = num_reqs, num_requests
+            if source is not None:
+                _place(i, source, num_reqs, words, ints, host)
         self._write_ints(ints, sources, words)
         if host:
             self._write_host(host, words)
@@ -125,6 +106,32 @@ class PinnedBlock:
         mask = as_tensor(EAGER, source)
         if mask is not None:
             self._bytes[:entries].copy_(mask[:entries])
+
+
+def _place(
+    i: int, source: Any, num_reqs: int, words: list[int], ints: list[int], host: list[tuple[int, Tensor]]
+) -> None:
+    """Enter one source into the header's words; host values are collected in `ints` and `host`, addresses to come."""
+    plain, at = not isinstance(source, Tensor), 4 + 3 * i
+    entries = num_reqs + (i == OFFSETS)
+    if BY_REQUEST[i]:
+        entries = len(source) if plain else source.shape[0]
+        words[1] = min(words[1], entries)
+    words[at + 1], words[at + 2] = 1, entries
+    if plain and i != EAGER:
+        words[at] = 4 * len(ints)
+        ints += source if len(source) == entries else source[:entries]
+        return
+    on_device = not plain and not source.is_cpu
+    if i == TABLE:
+        words[2] = source.shape[1]
+        words[at + 1], words[3] = source.stride() if on_device else (words[2], 1)
+    elif on_device:
+        words[at + 1] = source.stride()[0]
+    if on_device:
+        words[at] = source.data_ptr()
+    else:
+        host.append((i, source))
 
 
 class PinnedRing:

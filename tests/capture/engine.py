@@ -28,9 +28,9 @@ def assert_same(got, want, what):
 class Engine:
     """R record rows, state slots 0..slots-1 with 0 null, windows of up to 4 tokens."""
 
-    def __init__(self, device, rows=6, slots=9, num_layers=2, keeps_history=True):
+    def __init__(self, device, rows=6, slots=9, num_layers=2, keeps_history=True, backend=None):
         self.device, self.rows, self.slots = torch.device(device), rows, slots
-        self.backend = "triton" if self.device.type == "cuda" else "torch"
+        self.backend = backend or ("triton" if self.device.type == "cuda" else "torch")
         draw = torch.Generator().manual_seed(7)
 
         def random_tensor(*shape):

@@ -20,9 +20,9 @@ def make(engine, sizes=None, width=0, **options):
     return CommitRunner(engine.context, engine.pending, inputs, sizes, **options)
 
 
-def steps_equal(device, sizes, steps, *, most=6, eager=False, seed=0):
+def steps_equal(device, sizes, steps, *, most=6, eager=False, seed=0, **options):
     """Random steps by replay on one engine, eagerly with the batch's own tensors on its twin; returns the runner."""
-    engine, twin, rng = Engine(device), Engine(device), random.Random(seed)
+    engine, twin, rng = Engine(device, **options), Engine(device, **options), random.Random(seed)
     runner = make(engine, sizes, eager=eager)
     runner.capture(progress=False)
     for step in range(steps):
@@ -56,6 +56,12 @@ def test_replay_equals_eager_over_random_steps(device, sizes, eager):
     """Slots, ragged lengths, counts, requests and batch sizes change at every step (B01, B02, B06, B10, B52)."""
     runner = steps_equal(device, sizes, 14, eager=eager)
     assert runner.last_miss_reason is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
+def test_interpreted_kernels_replay_on_the_tape():
+    """The Triton backend's launches are what is recorded, as on a GPU, and not what they do inside."""
+    assert steps_equal("cpu", [2], 2, most=2, num_layers=1, backend="triton").last_miss_reason is None
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
