@@ -7,19 +7,23 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from graphrt import launch
 from graphrt.capture import driver
+from graphrt.capture.bindings import Bindings
 from graphrt.capture.errors import CaptureError
+from graphrt.capture.guards import CaptureWatch, explain, no_compiling
+from graphrt.capture.pool import Memory, pool_bytes, pool_ranges
 from graphrt.capture.recording import Recording
+from graphrt.capture.shadow import tensors_in
+from graphrt.capture.topology import Edge, GraphNode, Topology
 
 _one_capture_at_a_time = threading.Lock()
-# In some torch versions a broken-off capture leaves a callback in the pinned-memory allocator that points at
-# its graph object. Such objects are a few bytes; they are kept for the life of the process.
-_broken_off: list[torch.cuda.CUDAGraph] = []
+# Broken-off graphs that keep a shared pool alive until a recording in it succeeds, by pool.
+_placeholders: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
 
 
 @functools.cache
@@ -28,7 +32,9 @@ def capture_stream(device_index: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
 
 
-def record_graph(fn: Callable[[], Any], device: torch.device, pool: Any, warmup: int, name: str) -> Recording:
+def record_graph(
+    fn: Callable[[], Any], device: torch.device, pool: Any, warmup: int, name: str, bindings: Bindings | None
+) -> Recording:
     """Warm `fn` up on the capture stream, then capture it there. See `graphrt.capture.record`."""
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index), _one_capture_at_a_time:
@@ -44,44 +50,77 @@ def record_graph(fn: Callable[[], Any], device: torch.device, pool: Any, warmup:
                 fn()
         stream.synchronize()
         try:
-            return _capture(fn, index, stream, pool, name)
+            return _capture(fn, stream, pool, name, bindings)
         finally:
             caller.wait_stream(stream)
 
 
-def _capture(fn: Callable[[], Any], index: int, stream: torch.cuda.Stream, pool: Any, name: str) -> Recording:
-    shared = pool is not None
-    pool = pool if shared else torch.cuda.graph_pool_handle()
-    before_bytes = _pool_bytes(pool) if shared else 0
+def _capture(
+    fn: Callable[[], Any], stream: torch.cuda.Stream, pool: Any, name: str, bindings: Bindings | None
+) -> Recording:
+    shared_pool = pool
+    pool = pool or torch.cuda.graph_pool_handle()
+    before_bytes = pool_bytes(pool) if shared_pool else 0
+    watch = CaptureWatch(
+        name,
+        is_capturing=torch.cuda.is_current_stream_capturing,
+        num_nodes=functools.partial(_nodes_so_far, stream.cuda_stream),
+        memory=Memory(pool),
+        bindings=bindings,
+    )
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with _collector_paused(), torch.cuda.stream(stream):
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
-            outputs = fn()
+            outputs = _watched(fn, watch)
         except Exception as error:
+            what = explain(error)
             # The frames of the error would keep the tensors of the broken capture alive.
             traceback.clear_frames(error.__traceback__)
-            _break_off(graph, index, pool, shared)
+            _break_off(graph, stream, shared_pool)
             if isinstance(error, CaptureError):
                 raise
-            raise _failed(name, error) from error
+            raise _failed(name, what) from error
         except BaseException:
-            _break_off(graph, index, pool, shared)
+            _break_off(graph, stream, shared_pool)
             raise
         try:
             _end(graph)
         except RuntimeError as error:
-            _clean_up(graph, index, pool, shared)
-            raise _failed(name, error) from error
-    num_nodes = len(driver.node_types(graph.raw_cuda_graph()))
+            _clean_up(graph, stream, shared_pool)
+            raise _failed(name, explain(error)) from error
+    num_nodes = driver.num_nodes(graph.raw_cuda_graph())
     if num_nodes == 0:
-        graph.reset()
+        _discard(graph, shared_pool)
         raise CaptureError(
             f"recording {name!r} is empty: the function launched nothing on the capture stream; "
             "launch on torch.cuda.current_stream(), never on a stream remembered from an earlier call"
         )
     graph.instantiate()
-    return GraphRecording(name, outputs, num_nodes, _pool_bytes(pool) - before_bytes, graph, fn)
+    _let_go(shared_pool)
+    if bindings is not None:
+        bindings.drop(pool_ranges(pool))
+    return GraphRecording(name, outputs, num_nodes, pool_bytes(pool) - before_bytes, graph, fn, tuple(watch.stages))
+
+
+def _watched(fn: Callable[[], Any], watch: CaptureWatch) -> Any:
+    """What `fn` returns, with every guard on for its length."""
+    with no_compiling(watch), launch.record_into(watch):
+        outputs = fn()
+    # A refusal counts even where the function swallowed it.
+    if watch.refusal is not None:
+        raise watch.refusal
+    watch.check_results(tensors_in(outputs))
+    return outputs
+
+
+def _nodes_so_far(stream: int) -> int | None:
+    """How many nodes the capture on a stream has, or None where the driver does not tell."""
+    try:
+        graph = driver.capturing_graph(stream)
+        return None if graph is None else driver.num_nodes(graph)
+    except (RuntimeError, AttributeError):
+        return None
 
 
 def _end(graph: torch.cuda.CUDAGraph) -> None:
@@ -91,40 +130,50 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
         graph.capture_end()
 
 
-def _failed(name: str, error: Exception) -> CaptureError:
+def _failed(name: str, what: str) -> CaptureError:
     return CaptureError(
-        f"recording {name!r}: the function failed while it was captured ({type(error).__name__}: {error}). "
+        f"recording {name!r}: the function failed while it was captured. {what}. "
         "Inside a recording nothing may wait for the device (.item(), .cpu(), printing a tensor), have a "
         "shape that depends on values, compile a kernel, or leave a forked stream unjoined. Stream and pool "
         "are usable again"
     )
 
 
-def _break_off(graph: torch.cuda.CUDAGraph, index: int, pool: Any, shared: bool) -> None:
+def _break_off(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, shared_pool: Any) -> None:
     """End a capture whose function raised, whether or not CUDA has already invalidated it."""
     try:
         _end(graph)
     except RuntimeError:
-        _clean_up(graph, index, pool, shared)
+        _clean_up(graph, stream, shared_pool)
     else:
-        graph.reset()
+        _discard(graph, shared_pool)
 
 
-def _clean_up(graph: torch.cuda.CUDAGraph, index: int, pool: Any, shared: bool) -> None:
-    """Undo what a failed end of capture leaves in the allocator; how much that is depends on the torch."""
-    # Refused by versions that have ended it themselves.
-    with contextlib.suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(index, pool)
-    graph.reset()
-    _broken_off.append(graph)
-    torch.cuda.synchronize(index)
+def _clean_up(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, shared_pool: Any) -> None:
+    """Undo what a failed end of capture leaves in torch's allocators, so that the pool takes the next graph.
+
+    The failed end took the stream out of capture, but torch ends its own bookkeeping (device pool, pinned pool, random
+    generators) only behind an end that succeeds. So it gets one: of an empty capture begun by hand.
+    """
+    driver.begin_capture(stream.cuda_stream)
+    _end(graph)
+    _discard(graph, shared_pool)
     torch.cuda.empty_cache()
-    left = _segments(pool)
-    # Memory that nobody holds and that still survives belongs to a use of the pool that this torch did not
-    # end. In a shared pool that may be another graph; there one use too many stays counted, not one too few.
-    if not shared and left and all(s["allocated_size"] == 0 for s in left):
-        torch._C._cuda_releasePool(index, pool)
-        torch.cuda.empty_cache()
+
+
+def _discard(graph: torch.cuda.CUDAGraph, shared_pool: Any) -> None:
+    """Drop a graph that is of no use, but keep a caller's pool usable: torch retires one when its last graph goes."""
+    if shared_pool is None:
+        graph.reset()
+        return
+    _let_go(shared_pool)  # only now: the pool always has one user
+    _placeholders[tuple(shared_pool)] = graph
+
+
+def _let_go(shared_pool: Any) -> None:
+    """The pool has a graph of its own again, or gets another placeholder."""
+    if shared_pool is not None and (placeholder := _placeholders.pop(tuple(shared_pool), None)) is not None:
+        placeholder.reset()
 
 
 @contextlib.contextmanager
@@ -140,15 +189,6 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _segments(pool: Any) -> list[dict[str, Any]]:
-    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
-    return [s for s in segments if tuple(s["segment_pool_id"]) == tuple(pool)]
-
-
-def _pool_bytes(pool: Any) -> int:
-    return sum(int(s["total_size"]) for s in _segments(pool))
-
-
 class GraphRecording(Recording):
     """A CUDA graph. `replay` launches it on the current stream and waits for nothing."""
 
@@ -160,11 +200,13 @@ class GraphRecording(Recording):
         pool_bytes: int,
         graph: torch.cuda.CUDAGraph,
         fn: Callable[[], Any],
+        stages: tuple[tuple[str, int, int], ...] = (),
     ) -> None:
         super().__init__(name, outputs, num_nodes, pool_bytes)
         self._graph: Any = graph
         # The graph holds addresses only; what the function closes over keeps the tensors and kernels alive.
         self._fn: Callable[[], Any] | None = fn
+        self._stages = stages
 
     def _replay(self) -> None:
         self._graph.replay()
@@ -175,19 +217,16 @@ class GraphRecording(Recording):
         self._graph.reset()
         self._graph, self._fn = None, None
 
-    def _describe(self) -> dict[str, Any]:
-        types = driver.node_types(self._graph.raw_cuda_graph())
-        return {
-            "name": self.name,
-            "device": "cuda",
-            "num_nodes": self.num_nodes,
-            "pool_bytes": self.pool_bytes,
-            "nodes": [{"index": i, "type": node_type} for i, node_type in enumerate(types)],
-        }
+    def _topology(self) -> Topology:
+        graph = self._graph.raw_cuda_graph()
+        handles = driver.nodes(graph)
+        position = {handle: i for i, handle in enumerate(handles)}
+        nodes = tuple(self._node(i, handle) for i, handle in enumerate(handles))
+        edges = tuple(Edge(position[s], position[t], programmatic) for s, t, programmatic in driver.edges(graph))
+        return Topology(self.name, "cuda", nodes, tuple(sorted(edges)))
 
-    def _write_dot(self, target: Path) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self._graph.debug_dump(str(target))
-        if not target.exists():
-            raise RuntimeError(f"dump: CUDA wrote no graph to {str(target)!r}; does its folder exist?")
+    def _node(self, i: int, handle: int) -> GraphNode:
+        node_type = driver.node_type(handle)
+        stage = next((name for name, first, end in self._stages if first <= i < end), "")
+        name, facts = driver.DETAILS[node_type](handle) if node_type in driver.DETAILS else (node_type, {})
+        return GraphNode(node_type, name, stage, facts)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from graphrt.capture.bindings import launch_tensors
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.refusals import Refusal
 from graphrt.capture.shadow import map_tensors, storage_key, tensors_in
@@ -43,7 +44,8 @@ class Tape:
 
     def launch(self, name: str, run: Callable[..., None], args: tuple[Any, ...]) -> None:
         """Keep one opaque launch of graphrt's own; a replay calls `run(*args)`."""
-        self.nodes.append(Node(name, partial(run, *args), tuple(tensors_in(args)), ()))
+        tensors = tuple(t for _, t in launch_tensors(run, args))
+        self.nodes.append(Node(name, partial(run, *args), tensors, ()))
 
     def own(self, results: list[Tensor]) -> None:
         """Count fresh results as the recording's memory."""

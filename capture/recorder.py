@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from graphrt.capture.bindings import Bindings, StaticTensors, wanted
 from graphrt.capture.graph import record_graph
 from graphrt.capture.recording import Recording, under_way
 from graphrt.capture.tape import record_tape
@@ -17,6 +18,8 @@ def record(
     pool: Any = None,
     warmup: int = 1,
     name: str = "",
+    check: bool | None = None,
+    tensors: StaticTensors | None = None,
 ) -> Recording:
     """Record the launches of `fn()` on `device`, after running it `warmup` times for real.
 
@@ -25,6 +28,11 @@ def record(
             tape has no pool and ignores it
     warmup  real runs before the recording; 0 is for a function whose kernels are all compiled already
     name    for errors, dumps and profiles; the function's own name by default
+    check   True: every replay first makes sure that the tensors of the launches are where they were recorded, and
+            raises CaptureError if one was freed, reallocated, or had its `.data` swapped; a microsecond a tensor.
+            None: as GRAPHRT_CHECK=1 says. On CUDA these are the tensors of graphrt's own launches (the layers' too)
+    tensors for the check: static tensors by name, or a function that gives them as they are now, which also shows
+            that their owner has replaced one: `tensors=lambda: vars(inputs)`
 
     The recording itself executes nothing and changes nothing: no tensor, no random state; a replay draws
     fresh random numbers. On the CPU fresh results start as poison: NaN, the smallest integer, the largest one
@@ -32,8 +40,13 @@ def record(
     `Recording.outputs`.
 
     Raises CaptureError if `fn` waits for a value on the host, needs a shape that depends on values, launches
-    nothing, fails, or records or replays in turn; the stream, the pool and all tensors are then as before. An
-    error of the warm-up comes through unchanged. ValueError for a bad argument.
+    nothing, fails, or records or replays in turn; on CUDA also if a Triton kernel would compile or load, if a launch
+    of graphrt's own goes to another stream, or takes or returns memory allocated meanwhile outside the pool. The error
+    names the call or kernel; the stream, the pool and all tensors are then as before. An error of the warm-up comes
+    through unchanged. ValueError for a bad argument.
+
+    Not seen on CUDA: work of other libraries on a stream that does not capture, and memory outside the pool that
+    only such work uses.
 
     Not seen by the CPU tape: host data that enters through torch.frombuffer or torch.from_dlpack, and values
     read through a storage or `data_ptr()`.
@@ -46,7 +59,11 @@ def record(
     if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
         raise ValueError(f"warmup: expected a count of 0 or more, got {warmup!r}")
     label = name or str(getattr(fn, "__name__", type(fn).__name__))
+    bindings = Bindings(tensors) if wanted(check) else None
     with under_way(label), torch.no_grad():
         if place.type == "cpu":
-            return record_tape(fn, warmup, label)
-        return record_graph(fn, place, pool, warmup, label)
+            recording = record_tape(fn, warmup, label, bindings)
+        else:
+            recording = record_graph(fn, place, pool, warmup, label, bindings)
+    recording.bindings = bindings
+    return recording

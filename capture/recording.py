@@ -9,7 +9,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from graphrt.capture.bindings import Bindings
 from graphrt.capture.errors import CaptureError
+from graphrt.capture.topology import Topology
 
 _under_way: ContextVar[str | None] = ContextVar("graphrt_recording_under_way", default=None)
 
@@ -44,12 +46,14 @@ class Recording(ABC):
         self.outputs = outputs
         self.num_nodes = num_nodes
         self.pool_bytes = pool_bytes
+        # In check mode: the memory that every replay expects.
+        self.bindings: Bindings | None = None
         self._closed = False
 
     def replay(self) -> None:
         """Run every recorded launch once, in order, on the live contents of the recorded tensors.
 
-        RuntimeError after `close`, and inside another recording.
+        RuntimeError after `close`, and inside another recording; in check mode also if a tensor has moved.
         """
         self._check_open("replay")
         outer = _under_way.get()
@@ -58,6 +62,8 @@ class Recording(ABC):
                 f"replay of {self.name!r} inside recording {outer!r}: a recording holds launches, not "
                 "replays; call the recorded function itself there"
             )
+        if self.bindings is not None:
+            self.bindings.check(self.name)
         self._replay()
 
     def close(self) -> None:
@@ -65,20 +71,30 @@ class Recording(ABC):
         if self._closed:
             return
         self._closed = True
-        self.outputs = None
+        self.outputs, self.bindings = None, None
         self._release()
+
+    def topology(self) -> Topology:
+        """Nodes, kernels and edges without addresses: the same program has the same topology in every process.
+
+        RuntimeError after `close`.
+        """
+        self._check_open("topology")
+        return self._topology()
 
     def dump(self, path: str | PathLike[str]) -> None:
         """Write the recording as JSON (`.json`) or as a Graphviz graph (`.dot`), by the suffix of `path`.
 
+        Both hold the topology; programmatic edges are dashed in the graph. The JSON has `pool_bytes` besides.
         ValueError for another suffix, RuntimeError after `close`.
         """
         self._check_open("dump")
         target = Path(path)
         if target.suffix == ".json":
-            target.write_text(json.dumps(self._describe(), indent=1) + "\n", encoding="utf-8")
+            facts = {**self._topology().as_dict(), "pool_bytes": self.pool_bytes}
+            target.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         elif target.suffix == ".dot":
-            self._write_dot(target)
+            target.write_text(self._topology().dot(), encoding="utf-8")
         else:
             raise ValueError(f"path: expected a name that ends in .json or .dot, got {str(path)!r}")
 
@@ -93,7 +109,4 @@ class Recording(ABC):
     def _release(self) -> None: ...
 
     @abstractmethod
-    def _describe(self) -> dict[str, Any]: ...
-
-    @abstractmethod
-    def _write_dot(self, target: Path) -> None: ...
+    def _topology(self) -> Topology: ...

@@ -1,21 +1,22 @@
 """The CPU launch tape: a recording without a graph, with the rules of one."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphrt import launch
+from graphrt.capture.bindings import Bindings
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.nodes import Node, Tape
 from graphrt.capture.ops import CallHook, OperatorHook
 from graphrt.capture.recording import Recording
 from graphrt.capture.shadow import storage_key
+from graphrt.capture.topology import Edge, GraphNode, Topology
 
 
-def record_tape(fn: Callable[[], Any], warmup: int, name: str) -> Recording:
+def record_tape(fn: Callable[[], Any], warmup: int, name: str, bindings: Bindings | None) -> Recording:
     """Run `fn` for real, then put its launches on a tape. See `graphrt.capture.record`."""
     for _ in range(warmup):
         fn()
@@ -46,6 +47,10 @@ def record_tape(fn: Callable[[], Any], warmup: int, name: str) -> Recording:
             f"recording {name!r} is empty: the function launched nothing on the CPU; "
             "check that it works on the tensors it should, and calls graphrt through its public entry points"
         )
+    if bindings is not None:
+        for i, node in enumerate(tape.nodes):
+            for t in (*node.inputs, *node.outputs):
+                bindings.add(f"a tensor of launch {i}, {node.name},", t)
     return TapeRecording(tape, outputs, fn)
 
 
@@ -71,29 +76,22 @@ class TapeRecording(Recording):
     def _release(self) -> None:
         self.nodes, self._calls, self._fn = (), [], None
 
-    def _describe(self) -> dict[str, Any]:
+    def _topology(self) -> Topology:
         memory: dict[int, int] = {}
-        nodes = [
-            {
-                "index": i,
-                "name": node.name,
-                "inputs": [_describe_tensor(t, memory) for t in node.inputs],
-                "outputs": [_describe_tensor(t, memory) for t in node.outputs],
-            }
-            for i, node in enumerate(self.nodes)
-        ]
-        return {
-            "name": self.name,
-            "device": "cpu",
-            "num_nodes": self.num_nodes,
-            "pool_bytes": self.pool_bytes,
-            "nodes": nodes,
-        }
-
-    def _write_dot(self, target: Path) -> None:
-        lines = [f'  n{i} [label="{node.name}"];' for i, node in enumerate(self.nodes)]
-        lines += [f"  n{i} -> n{i + 1};" for i in range(len(self.nodes) - 1)]
-        target.write_text("digraph recording {\n" + "\n".join(lines) + "\n}\n", encoding="utf-8")
+        nodes = tuple(
+            GraphNode(
+                "launch",
+                node.name,
+                facts={
+                    "inputs": [_describe_tensor(t, memory) for t in node.inputs],
+                    "outputs": [_describe_tensor(t, memory) for t in node.outputs],
+                },
+            )
+            for node in self.nodes
+        )
+        # A tape is one stream.
+        edges = tuple(Edge(i, i + 1) for i in range(len(nodes) - 1))
+        return Topology(self.name, "cpu", nodes, edges)
 
 
 def _describe_tensor(t: Tensor, memory: dict[int, int]) -> dict[str, Any]:

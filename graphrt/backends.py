@@ -59,6 +59,8 @@ def load(name: str) -> Backend:
     files = {"plan": "plan", "conv": "conv", "fold": "fold", "verify": "verify", "stage": "stage"}
     if name == "torch":
         files = dict.fromkeys(files, "reference") | {"plan": "reference_plan", "stage": "reference_stage"}
+    if name == FP32_DEFERRED:
+        files |= {"fold": "cute.commit", "verify": "cute.deferred"}
     modules = {part: importlib.import_module(f".kernels.{file}", "graphrt") for part, file in files.items()}
     return Backend(
         name=name,
@@ -80,14 +82,42 @@ def by_device(device: torch.device) -> Backend:
     return load("triton" if device.type == "cuda" else "torch")
 
 
-def supports(name: str, state_ref: Tensor, lower_bound: float | None) -> Support:
-    """Whether backend `name` can run on checkpoints like `state_ref` [slots, H, V, K] with this gate."""
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a choice depends on: the checkpoints, the gate, the window and the dtype of the records' keys."""
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    aligned: bool
+    """Every slot and row starts on 16 bytes."""
+    lower_bound: float | None
+    spec_query_len: int
+    key_dtype: torch.dtype
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Tensor,
+        lower_bound: float | None,
+        spec_query_len: int,
+        key_dtype: torch.dtype,
+        aligned: bool = True,
+    ) -> "Facts":
+        """Of checkpoints like `checkpoint` [slots, H, V, K]; `aligned` adds what the caller knows of other tensors."""
+        aligned = aligned and checkpoint.data_ptr() % 16 == 0 and checkpoint.stride(0) % 4 == 0
+        device, dim = checkpoint.device, checkpoint.shape[-1]
+        return cls(device, checkpoint.dtype, dim, aligned, lower_bound, spec_query_len, key_dtype)
+
+
+def supports(name: str, facts: Facts) -> Support:
+    """Whether backend `name` can run."""
     if name == "torch":
         return Support(True, "plain torch runs everywhere")
     if name == "triton":
-        return _triton_support(state_ref.device, state_ref.dtype)
+        return _triton_support(facts.device, facts.dtype)
     if name == FP32_DEFERRED:
-        return Support(False, "the FP32 CuTe DSL kernels are not part of this version")
+        return _cute_support(facts)
     raise ValueError(f"backend: expected 'auto' or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
 
 
@@ -101,44 +131,68 @@ def _triton_support(device: torch.device, dtype: torch.dtype) -> Support:
         return Support(True, f"Triton compiles for {device}")
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return Support(True, "Triton's interpreter runs on the CPU")
-    return Support(
-        False, f"Triton does not run on {device.type} tensors (TRITON_INTERPRET=1 before import does, slowly)"
-    )
+    hint = "TRITON_INTERPRET=1 before import interprets it, slowly"
+    return Support(False, f"Triton does not run on {device.type} tensors ({hint})")
 
 
-def choose(requested: str, state_ref: Tensor, lower_bound: float | None) -> Choice:
-    """Settle the backend for checkpoints like `state_ref`.
+def _cute_support(facts: Facts) -> Support:
+    # Asked first: importing CuTe DSL takes seconds.
+    if facts.device.type != "cuda":
+        return Support(False, f"the CuTe DSL kernels need a CUDA device, the checkpoints are on {facts.device}")
+    try:
+        commit = importlib.import_module(".kernels.cute.commit", "graphrt")
+    except ImportError as error:
+        return Support(False, f"CuTe DSL cannot be imported ({error}): pip install 'graphrt[cute]'")
+    support: Support = commit.support_of(facts)
+    return support
+
+
+_choices: dict[tuple[str, Facts], Choice] = {}
+
+
+def choose(requested: str, facts: Facts) -> Choice:
+    """Settle the backend; asked again with the same facts it answers from memory.
 
     `auto` and `fp32_deferred` fall back to the next backend that can run, logged once; `triton` and `torch` do not.
 
     Raises:
         ValueError: for an unknown name, and where a backend asked for by name cannot run.
     """
-    if requested == "auto":
-        # Interpreted kernels are for tests: on the CPU the specification itself is the default.
-        candidates: tuple[str, ...] = ("torch",) if state_ref.device.type == "cpu" else BACKENDS
-    elif requested == FP32_DEFERRED:
-        candidates = BACKENDS
-    else:
-        support = supports(requested, state_ref, lower_bound)
+    key = (requested, facts)
+    if key not in _choices:
+        _choices[key] = _choose(requested, facts)
+    return _choices[key]
+
+
+def _choose(requested: str, facts: Facts) -> Choice:
+    on_cpu = facts.device.type == "cpu"
+    if requested == "auto" and on_cpu:
+        return Choice(load("torch"), "torch is the default on the CPU")
+    if requested not in ("auto", FP32_DEFERRED):
+        support = supports(requested, facts)
         if not support:
             raise ValueError(f"backend: {requested!r} cannot run here: {support.reason} (use backend='auto')")
         return Choice(load(requested), f"{requested} was asked for")
 
     refusals = []
-    for name in candidates:
-        support = supports(name, state_ref, lower_bound)
+    # Interpreted Triton kernels are for tests: on the CPU the fallback is the specification itself.
+    for name in (FP32_DEFERRED, "torch") if on_cpu else BACKENDS:
+        support = supports(name, facts)
         if support:
             break
-        # What fp32_deferred falls back to on the CPU is the default there, interpreter or not.
         refusals.append(f"not {name}: {support.reason}")
-        if state_ref.device.type == "cpu":
-            name = "torch"
-            break
     reason = "; ".join([f"{name} runs", *refusals])
     if refusals:
         _log_once(reason)
     return Choice(load(name), reason)
+
+
+def choose_conv(requested: str, x: Tensor) -> Backend:
+    """The launchers of a convolution verify, which `fp32_deferred` leaves to Triton."""
+    if requested in ("auto", FP32_DEFERRED):
+        return load("torch") if x.dtype == torch.float64 else by_device(x.device)
+    facts = Facts(x.device, x.dtype, 0, True, None, 0, x.dtype)
+    return choose(requested, facts).backend
 
 
 @cache

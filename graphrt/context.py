@@ -72,7 +72,8 @@ class KDARecoverSSMCommitContext:
             conv_dim_first=conv_dim_first,
             conv_width=conv_width,
         )
-        choice = backends.choose(backend, stack.checkpoints[0], stack.lower_bound)
+        facts = (stack.lower_bound, spec_query_len, stack.key_gates[0].dtype, stack.aligned)
+        choice = backends.choose(backend, backends.Facts.of(stack.checkpoints[0], *facts))
         plan = Plan.allocate(max_num_reqs, stack.device)
         error_counter(stack.device)
         context = cls(stack=stack, plan=plan, choice=choice, check=check)

@@ -2,7 +2,8 @@
 
 Every public operation ends in `launch(name, run, *args)`. Outside a tape that calls `run(*args)` at once. While a
 CPU tape records (`graphrt.capture`), the tape keeps the call as one opaque node and runs nothing: whatever Python a
-backend executes inside, a recording sees what a CUDA graph would see, one launch.
+backend executes inside, a recording sees what a CUDA graph would see, one launch. While a CUDA graph is captured, the
+recorder is a watch that runs each call, and checks that its kernels get into the graph.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,17 +13,17 @@ from typing import Any, Protocol
 
 
 class Recorder(Protocol):
-    """Whoever wants the launches instead of having them run."""
+    """Whoever gets the launches: a tape instead of having them run, a watch on the way."""
 
     def launch(self, name: str, run: Callable[..., None], args: tuple[Any, ...]) -> None:
-        """Keep the call `run(*args)` for later; its tensors must stay the same objects."""
+        """Keep the call `run(*args)` for later, or run it; its tensors must stay the same objects."""
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("graphrt_recorder", default=None)
 
 
 def launch(name: str, run: Callable[..., None], *args: Any) -> None:
-    """Run `run(*args)` now, or hand it to the tape that is recording.
+    """Run `run(*args)` now, or hand it to the recording under way.
 
     `run` returns nothing: what it produces, it writes into tensors among `args`.
     """
@@ -34,7 +35,7 @@ def launch(name: str, run: Callable[..., None], *args: Any) -> None:
 
 
 def is_recording() -> bool:
-    """True while a CPU tape takes the launches (a CUDA capture runs them into the stream instead)."""
+    """True while a recording gets the launches of this thread, whatever it does with them."""
     return _recorder.get() is not None
 
 

@@ -3,6 +3,9 @@
 The functions hold no state. A step is atomic: the verify of every layer, then one commit.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -182,9 +185,8 @@ def kda_conv_verify(
     num_rows = INT32_MAX if pending is None else pending.shape[0]
     if checked.enabled(check):
         checked.row_values(rows, x.shape[0], state.shape[0], num_rows)
-    choice = backends.choose(backend, state, None)
-    run = choice.backend.conv_verify
-    launch("graphrt.conv_verify", _counted(run), x, state, conv_weight, conv_bias, rows, keeps_history, num_rows, out)
+    inputs = (x, state, conv_weight, conv_bias, rows, keeps_history, num_rows, out)
+    launch("graphrt.conv_verify", _run_counted, backends.choose_conv(backend, x).conv_verify, *inputs)
     return out
 
 
@@ -202,19 +204,19 @@ def _verify(
     if checked.enabled(check):
         checked.row_values(rows, q.shape[1], checkpoint.shape[0], records.correction.shape[0])
         checked.open_step(records.correction, rows)
-    choice = backends.choose(backend, checkpoint, lower_bound)
+    facts = backends.Facts.of(checkpoint, lower_bound, rows.spec_query_len, records.key_gate.dtype)
+    choice = backends.choose(backend, facts)
     inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint, records, rows, out)
-    launch(name, _counted(choice.backend.verify), *inputs)
+    launch(name, _run_counted, choice.backend.verify, *inputs)
     return out
 
 
-def _counted(run):
-    """`run` with the device's error counter behind its other arguments, whose last is the output."""
+def _run_counted(run: Callable[..., None], *args: Any) -> None:
+    """Run a launcher with the error counter of the device of its last argument, the output, behind the others.
 
-    def counted(*args):
-        run(*args, error_counter(args[-1].device))
-
-    return counted
+    The counter is looked up here, inside the launch, so that a tape never records its allocation.
+    """
+    run(*args, error_counter(args[-1].device))
 
 
 def _check_activations(

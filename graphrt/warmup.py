@@ -1,11 +1,13 @@
-"""Compile every Triton variant of a context before anything is captured, by running each once on a null row."""
+"""Compile every kernel variant of a context before anything is captured, by running each once on a null row."""
 
+import importlib
 from typing import TYPE_CHECKING
 
 import torch
 
 from .errors import error_counter
 from .records import KDARecoverSSMRecords
+from .sentinels import FP32_DEFERRED
 from .steps import Commit, Rows
 
 if TYPE_CHECKING:
@@ -21,12 +23,15 @@ def compile_variants(context: "KDARecoverSSMCommitContext") -> None:
     none = torch.full((1,), -1, dtype=torch.int32, device=device)
     offsets = torch.zeros(2, dtype=torch.int32, device=device)
     pending = torch.zeros(stack.geometry.num_rows, dtype=torch.int32, device=device)
-    for table in (None, zero[:, None]):
-        align = (None, None) if table is None else (zero, stack.spec_query_len)
+    for align in (False, True):
+        table, computed, size = (zero[:, None], zero, stack.spec_query_len) if align else (None, None, None)
         for eager in (None, torch.ones(1, dtype=torch.uint8, device=device)):
-            context._run_commit(Commit(zero, zero, offsets, None, table, *align, none, pending, eager))
+            context._run_commit(Commit(zero, zero, offsets, None, table, computed, size, none, pending, eager))
     context._run_fold_pending(zero, none, pending, True)
 
+    if context.backend == FP32_DEFERRED:
+        importlib.import_module(".kernels.cute.deferred", "graphrt").compile_variants(stack)
+        return
     _, heads, value_dim, key_dim = stack.checkpoints[0].shape
     token = torch.zeros(1, 1, heads, key_dim, dtype=stack.key_gates[0].dtype, device=device)
     context.choice.backend.verify(

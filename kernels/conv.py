@@ -155,10 +155,12 @@ def graphrt_compact_conv_kernel(
     b_final = tl.load(p + source * stride + history_start(n, KEEPS_HISTORY) * column, mask=mask)
     if ALIGN:
         boundary = tl.load(boundary_ptr + i_b).to(tl.int64)
+        # Without a boundary its length is 0: a read of the source, not used.
         at = history_start(tl.load(boundary_lens_ptr + i_b), KEEPS_HISTORY)
-        b_boundary = tl.load(p + source * stride + at * column, mask=mask & (boundary > 0))
+        b_boundary = tl.load(p + source * stride + at * column, mask=mask)
         tl.debug_barrier()
-        tl.store(p + boundary * stride, b_boundary, mask=mask & (boundary > 0))
+        if boundary > 0:
+            tl.store(p + boundary * stride, b_boundary, mask=mask)
     tl.debug_barrier()
     tl.store(p + final * stride, b_final, mask=mask)
 

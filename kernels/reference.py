@@ -1,7 +1,7 @@
 """Every operation in plain torch: the readable specification, and the backend of machines without a GPU.
 
-Batched over rows, one Python iteration a token. Nothing here reads a value on the host, so it can be captured like
-any other backend. Arithmetic is FP32, or FP64 where the checkpoint pool is FP64. All reductions over K go through
+Batched over rows, one Python iteration a token. On a GPU nothing here reads a value on the host, so it can be captured
+like any other backend. Arithmetic is FP32, or FP64 where the checkpoint pool is FP64. All reductions over K go through
 `tree_sum`, whose bits do not depend on the batch, and commit, flush, drain and replay all use `fold_records`.
 
 A row that must not write is sent to slot 0 (null: holds no state) with the bytes that are there already, or to the
@@ -48,7 +48,7 @@ def fold_records(
 ) -> Tensor:  # fmt: skip
     """S after records begin..end-1 of each row, token by token: the one fold of this backend."""
     key_dim = S.shape[-1]
-    for t in range(u.shape[2]):
+    for t in range(steps_needed(end, u.shape[2])):
         active = (t >= begin) & (t < end)
         # Records past `end` belong to rejected drafts and may hold anything.
         record = torch.where(active[:, None, None], key_gate[:, :, t], 0).to(S.dtype)
@@ -58,6 +58,11 @@ def fold_records(
         folded = S * d[:, :, None, :] + u_t[..., None] * k[:, :, None, :]
         S = torch.where(active[:, None, None, None], folded, S)
     return S
+
+
+def steps_needed(counts: Tensor, window: int) -> int:
+    """How far a loop over tokens has to go: the longest row on the CPU, the whole window where asking would wait."""
+    return window if counts.is_cuda or counts.numel() == 0 else int(counts.max())
 
 
 def add_errors(errors: Tensor, kind: ErrorKind, mask: Tensor) -> None:
@@ -160,17 +165,18 @@ def verify(
     beta = torch.sigmoid(_gather_tokens(raw_beta[0], begin, length, window).to(dtype))
     key = normalized(raw_k.to(dtype))
     query = normalized(_gather_tokens(q[0], begin, length, window).to(dtype)) * q.shape[-1] ** -0.5
-    S, outputs, corrections = S.to(dtype), [], []
-    for t in range(window):
+    S = S.to(dtype)
+    outputs, corrections = torch.zeros_like(value), torch.zeros_like(value)  # [B, Q, H, V]
+    for t in range(steps_needed(length, window)):
         S = S * decay(raw_gate[:, t].to(dtype), A_log, dt_bias, lower_bound)[:, :, None, :]
         u = beta[:, t, :, None] * (value[:, t] - tree_sum(S * key[:, t, :, None, :]))
         S = S + u[..., None] * key[:, t, :, None, :]
-        outputs.append(tree_sum(S * query[:, t, :, None, :]))
-        corrections.append(u)
-    _scatter_tokens(out[0], torch.stack(outputs, 1).to(out.dtype), begin, length)
+        outputs[:, t] = tree_sum(S * query[:, t, :, None, :])
+        corrections[:, t] = u
+    _scatter_tokens(out[0], outputs.to(out.dtype), begin, length)
 
     fresh = (torch.arange(window, device=length.device) < length[:, None])[:, None, :, None]  # [B, 1, Q, 1]
-    correction[entry] = torch.where(fresh, torch.stack(corrections, 2).to(correction.dtype), correction[entry])
+    correction[entry] = torch.where(fresh, corrections.transpose(1, 2).to(correction.dtype), correction[entry])
     kept = torch.cat((raw_k, raw_gate), -1).transpose(1, 2)
     key_gate[entry] = torch.where(fresh, kept, key_gate[entry])
 

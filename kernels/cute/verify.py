@@ -1,0 +1,366 @@
+"""Deferred verify of one layer in one pass over the checkpoint, FP32, K = V = 128, Q <= 8.
+
+For a live row b (slot in 1..slots-1, record row r) and each head, with n = pending[r] (0 without, and for r = -1):
+
+    S_0 <- checkpoint, folded with the row's first n records (formula and bit pattern of fold.py); written back if n > 0
+    u_t = β_t (v_t - S_0 p_t - Σ_{i<t} c_ti u_i)         p_t = k̂_t exp(L_t),  c_ti = <k̂_i exp(-L_i), p_t>
+    o_t = S_0 r_t + Σ_{i<=t} d_ti u_i                    r_t = q̂_t exp(L_t),  d_ti = <k̂_i exp(-L_i), r_t>
+
+for the row's tokens t < min(length, Q). u_t and the raw k_t, g_t replace the row's records; o_t is the output. A row
+without tokens still has its pending folded. Row -1 never writes the checkpoint and records into the scratch row.
+Outputs of a null row's tokens, of tokens beyond Q of a row and of tokens past the last row are zero.
+
+Grid min(SMs, B * H), 512 threads, one block an SM, each walking its items (verify_rings.py has the arithmetic):
+- warps 0 to 3: state tile in registers, fold, bulk store, 3xTF32 products with the 16 probes.   232 registers
+- warps 4 to 7: p, r and k̂ exp(-L) of the window; raw records.                                   104
+- warps 8 to 11: replay coefficients one item ahead, couplings, triangular solve, u and o.       104
+- warp 12 loads states and warp 13 all else, two items ahead; warp 14 writes the zeros.           72
+
+Traffic of an item: 64 KiB in, 64 KiB out if n > 0, n KiB of records in, Q KiB of records out, 1.25 Q KiB of
+activations: for n = 4, Q = 8 at 4.2 TB/s 9500 cycles an SM; the fold warps need about 7000. Measured on an H200, 69
+layers of 12 heads: 1.15 times that floor at 64 requests, 1.12 at 128; what is left is the first window of a layer, for
+which the memory waits about 2 µs, and the uneven last round. At one request a layer takes 3.8 µs, the latency of
+launch, tokens, coefficients, products and solve.
+
+Programmatic launch: state, records and the whole replay come before this kernel's wait and read only what was
+written at least two launches earlier, or before a launch without the attribute; the successor is released after the
+wait. Every block waits, also one without items, so that a finished grid means that all before it are finished.
+All records of an item are in the shared memory of whoever reads them before the first is overwritten.
+
+Hostile values stay inside the buffers: slots and rows out of range count as null and -1, counts and query_start_loc
+are clamped. Not checked on the device: slots and rows unique among live rows.
+"""
+
+# A test of the trace and a test of the kernel do not melt into one `if`.
+# ruff: noqa: SIM102
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from ...errors import ErrorKind
+from . import ptx, tile
+from . import verify_layout as rings
+from .tile import V
+from .verify_roles import VerifyRoles
+
+THREADS = 512
+_REGISTERS = (232, 104, 104, 72)  # their sum, times 128 threads, is the register file
+
+
+class VerifyF32(VerifyRoles):
+    """The kernel for one (heads, Q, dtypes, programmatic, split)."""
+
+    @cute.jit
+    def __call__(
+        self,
+        tokens,  # q, k, raw_g, v, raw_beta, out: addresses of [1, T, H, ...]
+        token_strides,  # the same six, bytes from token to token
+        layer,  # checkpoint, correction, key_gate, A_log, dt_bias: addresses
+        layer_strides,  # checkpoint slot, correction row, key_gate row: bytes
+        indices,  # state_indices, record_rows (or 0), query_start_loc, pending (or 0), error counter: addresses, int32
+        index_strides,  # the first four, elements
+        limits,  # slots, record rows, batch, T, grid
+        lower_bound: Float32,
+        stream,
+    ):
+        self.kernel(
+            tokens, token_strides, layer, layer_strides, indices, index_strides, limits[:4], lower_bound
+        ).launch(
+            grid=[limits[4], 1, 1],
+            block=[THREADS, 1, 1],
+            smem=self.shared_bytes,
+            min_blocks_per_mp=1,
+            use_pdl=self.programmatic,
+            cluster=[self.split, 1, 1] if self.split > 1 else None,
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, tokens, token_strides, layer, layer_strides, indices, index_strides, limits, lower_bound: Float32):
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(thread >> 5)
+        lane = thread & 31
+        shared = Int32(cute.arch.get_dyn_smem(cutlass.Uint8, alignment=128).toint())
+        if thread == 0:
+            for at, count in self._barriers:
+                ptx.mbar_init(shared + at, count)
+            ptx.mbar_init_fence()
+        cute.arch.sync_threads()
+        block, _, _ = cute.arch.block_idx()
+        share = Int32(0)
+        if cutlass.const_expr(self.split > 1):
+            # The peer arrives at this block's barriers: not before they stand.
+            share = block % self.split
+            cute.arch.cluster_arrive()
+            cute.arch.cluster_wait()
+        parameters = (layer[3], layer[4], lower_bound)
+        group = warp >> 2
+        if group == 0:
+            cute.arch.setmaxregister_increase(_REGISTERS[0])
+            self.project(shared, warp, lane, share)
+        elif group == 1:
+            cute.arch.setmaxregister_decrease(_REGISTERS[1])
+            self.prepare_window(shared, thread - 128, warp - 4, lane, share, parameters)
+        elif group == 2:
+            cute.arch.setmaxregister_decrease(_REGISTERS[2])
+            i = Int32(0)
+            n = self.prepare_replay(shared, i, thread - 256, warp - 8, lane, parameters)
+            while n >= 0:
+                n = self.prepare_replay(shared, i + 1, thread - 256, warp - 8, lane, parameters)
+                self.solve(shared, i, thread - 256, warp - 8, lane, share, token_strides[5])
+                i += 1
+        else:
+            cute.arch.setmaxregister_decrease(_REGISTERS[3])
+            if warp == 12:
+                self.load_states(shared, lane, share, layer, layer_strides, indices, index_strides, limits)
+            elif warp == 13:
+                self.load_inputs(
+                    shared, lane, share, tokens, token_strides, layer, layer_strides, indices, index_strides, limits
+                )
+            elif warp == 14:
+                cute.arch.griddepcontrol_wait()
+                cute.arch.griddepcontrol_launch_dependents()
+                self.write_zeros(lane, tokens[5], token_strides[5], indices, index_strides, limits)
+            else:
+                self.write_back(shared, lane)
+
+    @cute.jit
+    def row_facts(self, b: Int32, indices, index_strides, limits):
+        """slot (0: null), record row (-1: scratch), pending count, first token and one past the last of row b."""
+        slots, rows, _, total = limits
+        slot = ptx.load_global(indices[0] + Int64(b) * index_strides[0] * 4, Int32)
+        slot = ptx.select((slot > 0) & (slot < slots), slot, Int32(0))
+        row = b
+        if indices[1] != 0:
+            row = ptx.load_global(indices[1] + Int64(b) * index_strides[1] * 4, Int32)
+        row = ptx.select((row >= 0) & (row < rows), row, Int32(-1))
+        n = Int32(0)
+        if indices[3] != 0:
+            if row >= 0:
+                n = ptx.load_global(indices[3] + Int64(row) * index_strides[3] * 4, Int32)
+        n = cutlass.min(cutlass.max(n, 0), self.q)
+        first = ptx.load_global(indices[2] + Int64(b) * index_strides[2] * 4, Int32)
+        last = ptx.load_global(indices[2] + Int64(b + 1) * index_strides[2] * 4, Int32)
+        first = cutlass.min(cutlass.max(first, 0), total)
+        last = cutlass.min(cutlass.max(last, first), total)
+        return slot, row, n, first, last
+
+    @cute.jit
+    def find_item(self, item: Int32, indices, index_strides, limits):
+        """Facts of one (row, head), and whether there is anything to do for it."""
+        _, _, batch, _ = limits
+        inside = item < batch * self.heads
+        item = ptx.select(inside, item, Int32(0))
+        h = item % self.heads
+        slot, row, n, first, last = self.row_facts(item // self.heads, indices, index_strides, limits)
+        length = cutlass.min(last - first, self.q)
+        alive = inside & (slot > 0) & ((n > 0) | (length > 0))
+        return alive, h, slot, row, n, first, length
+
+    def state_address(self, slot, h, share, layer, layer_strides):
+        """Of the block's share of a head's state."""
+        inner = Int64(h) * tile.STATE_BYTES + Int64(share * self.tile.state_bytes)
+        return layer[0] + Int64(slot) * layer_strides[0] + inner
+
+    @cute.jit
+    def load_states(
+        self, shared: Int32, lane: Int32, share: Int32, layer, layer_strides, indices, index_strides, limits
+    ):
+        """Warp 12: each lane looks at one item; those that found a live one load its state in turn."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        step = blocks // self.split
+        i = Int32(0)
+        base = Int32(block) // self.split
+        while base < limits[2] * self.heads:
+            alive, h, slot, _, _, _, _ = self.find_item(base + lane * step, indices, index_strides, limits)
+            found = cute.arch.vote_ballot_sync(alive)
+            while found != 0:
+                if lane == cute.arch.popc((found & (0 - found)) - 1):
+                    turns = i // self.depth
+                    spot = i - turns * self.depth
+                    if i >= self.depth:
+                        ptx.mbar_wait(shared + self.tile_empty + 8 * spot, (turns & 1) ^ 1)
+                    self.tile.start_load(
+                        shared + self.tiles + self.tile.bytes * spot,
+                        self.state_address(slot, h, share, layer, layer_strides),
+                        shared + self.tile_full + 8 * spot,
+                    )
+                cute.arch.sync_warp()
+                found = found & (found - 1)
+                i += 1
+            base += 32 * step
+
+    @cute.jit
+    def load_inputs(
+        self,
+        shared: Int32,
+        lane: Int32,
+        share: Int32,
+        tokens,
+        token_strides,
+        layer,
+        layer_strides,
+        indices,
+        index_strides,
+        limits,
+    ):
+        """Warp 13: notices, records, and after the wait the tokens of each live item; one lane a token and tensor."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        step = blocks // self.split
+        i = Int32(0)
+        base = Int32(block) // self.split
+        while base < limits[2] * self.heads:
+            alive, h, slot, row, n, first, length = self.find_item(base + lane * step, indices, index_strides, limits)
+            found = cute.arch.vote_ballot_sync(alive)
+            while found != 0:
+                turn = cute.arch.popc((found & (0 - found)) - 1)
+                stage = i & 1
+                place = i - i // rings.VALUES * rings.VALUES
+                self.wait_free(shared, i)
+                if lane == turn:
+                    at = shared + self.input_notices + rings.NOTICE_BYTES * stage
+                    value_at = shared + self.value_notices + rings.NOTICE_BYTES * place
+                    record = layer[2] + Int64(row) * layer_strides[2] + Int64(h) * (self.q * self.key_gate_bytes)
+                    correction = layer[1] + Int64(row) * layer_strides[1] + Int64(h) * (self.q * V * 4)
+                    ptx.store_shared(at + rings.N, n, length, h, first)
+                    ptx.store_shared(at + rings.KEY_GATE, record)
+                    ptx.store_shared(value_at + rings.N, n, length)
+                    ptx.store_shared(value_at + rings.CORRECTION, correction)
+                    out = tokens[5] + Int64(first) * token_strides[5] + Int64(h) * self.token_bytes
+                    ptx.store_shared(value_at + rings.OUT, out)
+                    ptx.store_shared(value_at + rings.STATE, self.state_address(slot, h, share, layer, layer_strides))
+                    record_full = shared + self.record_full + 8 * stage
+                    correction_full = shared + self.correction_full + 8 * place
+                    ptx.mbar_expect(record_full, n * self.key_gate_bytes)
+                    ptx.mbar_expect(correction_full, n * (V * 4))
+                    if n > 0:
+                        ptx.bulk_load(
+                            shared + self.records + self.q * self.key_gate_bytes * stage,
+                            record,
+                            n * self.key_gate_bytes,
+                            record_full,
+                        )
+                        ptx.bulk_load(
+                            shared + self.corrections + self.q * V * 4 * place, correction, n * (V * 4), correction_full
+                        )
+                if i == 0:
+                    cute.arch.griddepcontrol_wait()
+                cute.arch.sync_warp()
+                self.load_tokens(shared, lane, i, tokens, token_strides)
+                found = found & (found - 1)
+                i += 1
+            base += 32 * step
+        self.wait_free(shared, i)
+        if lane == 0:
+            place = i - i // rings.VALUES * rings.VALUES
+            ptx.store_shared(shared + self.input_notices + rings.NOTICE_BYTES * (i & 1) + rings.N, Int32(rings.END))
+            ptx.store_shared(shared + self.value_notices + rings.NOTICE_BYTES * place + rings.N, Int32(rings.END))
+            ptx.mbar_arrive(shared + self.record_full + 8 * (i & 1))
+            ptx.mbar_arrive(shared + self.correction_full + 8 * place)
+
+    @cute.jit
+    def wait_free(self, shared: Int32, i: Int32):
+        """Until item i's places in the rings of raw inputs and of u and v are free."""
+        turn = i // rings.VALUES
+        if i >= rings.INPUTS:
+            ptx.mbar_wait(shared + self.input_empty + 8 * (i & 1), ((i >> 1) & 1) ^ 1)
+        if i >= rings.VALUES:
+            ptx.mbar_wait(shared + self.value_empty + 8 * (i - turn * rings.VALUES), (turn & 1) ^ 1)
+
+    @cute.jit
+    def load_tokens(self, shared: Int32, lane: Int32, i: Int32, tokens, token_strides):
+        """q, k, gate and v of item i's tokens, lane = token + 8 * tensor; then their beta."""
+        stage = i & 1
+        place = i - i // rings.VALUES * rings.VALUES
+        at = shared + self.input_notices + rings.NOTICE_BYTES * stage
+        token_full = shared + self.token_full + 8 * stage
+        value_full = shared + self.value_full + 8 * place
+        length = ptx.load_shared(at + rings.LENGTH, Int32)
+        h = ptx.load_shared(at + rings.HEAD, Int32)
+        first = ptx.load_shared(at + rings.FIRST, Int32)
+        if lane == 0:
+            ptx.mbar_expect(token_full, length * (3 * self.token_bytes))
+            ptx.mbar_expect(value_full, length * self.token_bytes)
+        cute.arch.sync_warp()
+        t = lane & 7
+        which = lane >> 3
+        bases = (self.queries, self.keys, self.gates)
+        source, stride = tokens[3], token_strides[3]
+        target = shared + self.values + self.window_bytes * place
+        barrier = value_full
+        for kind in cutlass.range_constexpr(3):
+            mine = which == kind
+            source = ptx.select(mine, tokens[kind], source)
+            stride = ptx.select(mine, token_strides[kind], stride)
+            target = ptx.select(mine, shared + (bases[kind] + self.window_bytes * stage), target)
+            barrier = ptx.select(mine, token_full, barrier)
+        if t < length:
+            address = source + Int64(first + t) * stride + Int64(h) * self.token_bytes
+            ptx.bulk_load(target + t * self.token_bytes, address, Int32(self.token_bytes), barrier)
+        if lane < length:
+            at_beta = tokens[4] + Int64(first + lane) * token_strides[4] + Int64(h) * (self.beta_dtype.width // 8)
+            beta = ptx.load_global(at_beta, self.beta_dtype).to(Float32)
+            ptx.store_shared(shared + self.betas + 32 * place + 4 * lane, ptx.sigmoid(beta))
+        cute.arch.sync_warp()
+        if lane == 0:
+            ptx.mbar_arrive(value_full)
+
+    @cute.jit
+    def write_zeros(self, lane: Int32, out: Int64, out_stride: Int64, indices, index_strides, limits):
+        """Warp 14: zeros for null rows, for tokens beyond Q of a row, and for tokens past the last row."""
+        _, _, batch, total = limits
+        block, _, _ = cute.arch.block_idx()
+        step, _, _ = cute.arch.grid_dim()
+        b = Int32(block)
+        while b < batch:
+            slot, _, _, first, last = self.row_facts(b, indices, index_strides, limits)
+            if lane == 0:
+                self.count_errors(b, indices, index_strides, limits)
+            token = ptx.select(slot > 0, first + self.q, first)
+            while token < last:
+                self.zero_token(lane, out + Int64(token) * out_stride)
+                token += 1
+            b += step
+        end = ptx.load_global(indices[2] + Int64(batch) * index_strides[2] * 4, Int32)
+        token = cutlass.min(cutlass.max(end, 0), total) + block
+        while token < total:
+            self.zero_token(lane, out + Int64(token) * out_stride)
+            token += step
+
+    @cute.jit
+    def count_errors(self, b: Int32, indices, index_strides, limits):
+        """Count what row b's values had wrong, once a launch."""
+        slots, rows, _, total = limits
+        slot = ptx.load_global(indices[0] + Int64(b) * index_strides[0] * 4, Int32)
+        self.count(indices[4], ErrorKind.SLOT, slot >= slots)
+        row = b
+        if indices[1] != 0:
+            row = ptx.load_global(indices[1] + Int64(b) * index_strides[1] * 4, Int32)
+        live = (slot > 0) & (slot < slots)
+        self.count(indices[4], ErrorKind.ROW, live & ((row < -1) | (row >= rows)))
+        if indices[3] != 0:
+            if live & (row >= 0) & (row < rows):
+                n = ptx.load_global(indices[3] + Int64(row) * index_strides[3] * 4, Int32)
+                self.count(indices[4], ErrorKind.PENDING, (n < 0) | (n > self.q))
+        first = ptx.load_global(indices[2] + Int64(b) * index_strides[2] * 4, Int32)
+        last = ptx.load_global(indices[2] + Int64(b + 1) * index_strides[2] * 4, Int32)
+        disordered = (first < 0) | (last < first) | (last > total) | (last - first > self.q)
+        self.count(indices[4], ErrorKind.QUERY_LEN, disordered)
+
+    @cute.jit
+    def count(self, errors: Int64, kind: cutlass.Constexpr[int], happened: cutlass.Boolean):
+        if happened:
+            ptx.add_global(errors + 4 * int(kind), Int32(1))
+
+    @cute.jit
+    def zero_token(self, lane: Int32, address: Int64):
+        for start in cutlass.range_constexpr(0, self.heads * self.token_bytes, 32 * 16):
+            byte = start + lane * 16
+            if byte < self.heads * self.token_bytes:
+                ptx.store_global(address + Int64(byte), Int32(0), Int32(0), Int32(0), Int32(0))
+
+
+VerifyF32.kernel.set_name_prefix("graphrt_verify_f32", remove_cutlass_symbol=True, keep_mangled_name=False)

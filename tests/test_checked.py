@@ -1,0 +1,141 @@
+"""Checked mode: the values are read before the launch, and the first bad one is named with its row."""
+
+import pytest
+import torch
+from rig import Batch, Pool, Row, Snapshot, Target, commit, conv_verify, core_verify, verify
+from truth import run_step, start
+
+CPU = Target("torch", "cpu")
+HUGE = 1 << 30
+
+
+@pytest.fixture(params=["keyword", "environment"])
+def checked(request, monkeypatch):
+    """Keyword arguments of `create` and the verify functions that switch checks on."""
+    if request.param == "environment":
+        monkeypatch.setenv("GRAPHRT_CHECK", "1")
+        return {}
+    return {"check": True}
+
+
+def checked_pool(checked, **changes):
+    pool = Pool(CPU, CPU.shape(layers=1, **changes), **checked)
+    truths = start(pool, {0: 3, 1: 4})
+    batch = Batch(pool, [Row(3, 0, 4), Row(4, 1, 4)])
+    for call in (core_verify, conv_verify):
+        call(batch, 0, deferred=True, **checked)
+    commit(batch, [2, 3])
+    return pool, truths
+
+
+def assert_named(call, *words):
+    """The call raises a ValueError with these words in its message."""
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+VERIFY_FAULTS = [
+    pytest.param([Row(3, 0, 4), Row(HUGE, 1, 4)], ("state_indices", "1", str(HUGE)), id="slot"),
+    pytest.param([Row(3, 0, 4), Row(4, 6, 4)], ("record_rows", "1", "6"), id="row past the records"),
+    pytest.param([Row(3, 0, 4), Row(4, -2, 4)], ("record_rows", "1", "-2"), id="row below scratch"),
+    pytest.param([Row(3, 1, 4), Row(4, 1, 4)], ("record_rows", "1"), id="one record row twice"),
+    pytest.param([Row(3, 0, 4), Row(4, 1, 5)], ("query_start_loc", "1", "5"), id="window over Q"),
+]
+
+
+@pytest.mark.parametrize(("rows", "words"), VERIFY_FAULTS)
+@pytest.mark.parametrize("deferred", [False, True], ids=["stock", "deferred"])
+@pytest.mark.parametrize("which", [core_verify, conv_verify], ids=["kda", "conv"])
+def test_a_checked_verify_names_row_and_value(checked, rows, words, deferred, which):
+    """Nothing is launched: every byte stays."""
+    if which is conv_verify and not deferred and rows[1].row == 6:
+        pytest.skip("without pending a convolution verify does not know the number of record rows")
+    pool, _ = checked_pool(checked)
+    before = Snapshot(pool)
+    assert_named(lambda: which(Batch(pool, rows), 0, deferred=deferred, **checked), *words)
+    assert before.changed() == []
+    assert pool.errors() == {}
+
+
+@pytest.mark.parametrize("value", [-1, 5, HUGE])
+@pytest.mark.parametrize("call", ["verify", "conv", "flush", "drain"])
+def test_checked_mode_names_a_pending_count_out_of_range(checked, value, call):
+    """Pending of a row of the step outside 0..Q raises in every call that would replay it."""
+    pool, _ = checked_pool(checked)
+    pool.pending[1] = value
+    batch = Batch(pool, [Row(3, 0, 4), Row(4, 1, 4)])
+    calls = {
+        "verify": lambda: core_verify(batch, 0, deferred=True, **checked),
+        "conv": lambda: conv_verify(batch, 0, deferred=True, **checked),
+        "flush": lambda: pool.context.flush(batch.state_indices, batch.record_rows, pool.pending),
+        "drain": lambda: pool.context.drain(batch.state_indices, batch.record_rows, pool.pending),
+    }
+    assert_named(calls[call], "pending", str(value))
+
+
+COMMIT_FAULTS = [
+    pytest.param({"accepted": [1, 5]}, ("num_accepted_tokens", "1", "5"), id="accepted over the window"),
+    pytest.param({"accepted": [1, -1]}, ("num_accepted_tokens", "1", "-1"), id="accepted negative"),
+    pytest.param({"requests": [0, 2]}, ("request_indices", "1", "2"), id="request past the counts"),
+    pytest.param({"requests": [0, -1]}, ("request_indices", "1", "-1"), id="request negative"),
+    pytest.param({"rows": [Row(3, 0, 4), Row(12, 1, 4)]}, ("state_indices", "1", "12"), id="slot past the pool"),
+    pytest.param({"rows": [Row(3, 0, 4), Row(4, 9, 4)]}, ("record_rows", "1", "9"), id="row past the records"),
+    pytest.param({"rows": [Row(3, 1, 4), Row(4, 1, 4)]}, ("record_rows", "1"), id="one record row twice"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), COMMIT_FAULTS)
+@pytest.mark.parametrize("deferred", [False, True], ids=["folded", "deferred"])
+def test_a_checked_commit_names_row_and_value(checked, change, words, deferred):
+    """Nothing is launched: pending and checkpoints stay."""
+    pool, _ = checked_pool(checked)
+    verify(Batch(pool, [Row(3, 0, 4), Row(4, 1, 4)]))
+    before = Snapshot(pool)
+    batch = Batch(pool, change.get("rows", [Row(3, 0, 4), Row(4, 1, 4)]))
+    requests = pool.int32(change["requests"]) if "requests" in change else None
+    accepted = change.get("accepted", [1, 2])
+    assert_named(lambda: commit(batch, accepted, deferred=deferred, request_indices=requests), *words)
+    assert before.changed() == []
+    assert pool.errors() == {}
+
+
+def test_a_checked_commit_names_a_missed_eager_row(checked):
+    """In align mode a row that must be eager and is not in the mask raises."""
+    pool, _ = checked_pool(checked)
+    batch = Batch(pool, [Row(3, 0, 4), Row(4, 1, 4)])
+    for call in (core_verify, conv_verify):
+        call(batch, 0, deferred=True, **checked)
+    align = {"block_table": torch.tensor([[3, 5], [4, 6]], dtype=torch.int32), "mamba_block_size": 16}
+    align["num_computed_tokens"] = pool.int32([3, 15])
+    assert_named(lambda: commit(batch, [1, 1], **align), "eager", "1")
+
+
+def test_a_checked_step_with_good_values_runs(checked):
+    """Padding, dummy and null rows raise nothing, and the results are the oracle's."""
+    pool, _ = checked_pool(checked)
+    pool.context.drain(pool.int32([3, 4]), pool.int32([0, 1]), pool.pending)
+    truths = start(pool, {0: 3, 1: 4})
+    for accepted in ([2, 0, 1, 0], [4, 0, 0, 0]):
+        run_step(Batch(pool, [Row(3, 0, 4), Row(0, -1, 2), Row(4, 1, 1), Row(3, -1, 2)]), truths, accepted)
+
+
+def test_unchecked_calls_read_no_values(monkeypatch):
+    """Without the switch, and with `GRAPHRT_CHECK=0`, a bad value is clamped and counted."""
+    for setting in (None, "0"):
+        if setting is None:
+            monkeypatch.delenv("GRAPHRT_CHECK", raising=False)
+        else:
+            monkeypatch.setenv("GRAPHRT_CHECK", setting)
+        pool, _ = checked_pool({})
+        core_verify(Batch(pool, [Row(3, 0, 4), Row(HUGE, 1, 4)]), 0, deferred=True)
+        assert set(pool.errors()) == {"slot"}
+
+
+def test_a_second_verify_of_the_same_records_without_a_commit_is_a_wrong_order(checked):
+    """Checked mode tells a step that was never committed, but allows two batches in flight."""
+    pool, _ = checked_pool(checked)
+    core_verify(Batch(pool, [Row(3, 0, 4)]), 0, deferred=True, **checked)
+    core_verify(Batch(pool, [Row(4, 1, 4)]), 0, deferred=True, **checked)
+    with pytest.raises(RuntimeError):
+        core_verify(Batch(pool, [Row(3, 0, 4)]), 0, deferred=True, **checked)

@@ -1,0 +1,161 @@
+"""Layers and contexts: an engine's own objects, several layers in one fold, parameters that change in place."""
+
+import pytest
+import torch
+from rig import Batch, Pool, Row, Target, commit, core_verify, drain, loose, verify
+from truth import Truth, check_step, run_step, start
+
+from graphrt import (
+    FP32_DEFERRED,
+    NULL_BLOCK_ID,
+    SCRATCH_ROW,
+    KDADeferredCommitContext,
+    KDARecoverSSMCommitContext,
+    allocate_records,
+)
+
+CPU = Target("torch", "cpu")
+
+
+def test_every_layer_is_folded_with_its_own_parameters(backend_device):
+    """Five layers with different gates, pools and records all reach their oracles in one commit, flush and
+    drain.
+    """
+    pool = Pool(backend_device, backend_device.shape(layers=5, heads=1))
+    truths = start(pool, {0: 3, 4: 2})
+    run_step(Batch(pool, [Row(3, 0, 4), Row(2, 4, 3)]), truths, [3, 2])
+    drain(pool, [3, 2], [0, 4])
+    truths[0].assert_state(pool, 3)
+    truths[4].assert_state(pool, 2)
+
+
+@pytest.mark.parametrize("engine_layout", [False, True], ids=["hist+Q", "hist+Q-1"])
+@pytest.mark.parametrize("kind", [KDARecoverSSMCommitContext, KDADeferredCommitContext])
+def test_an_engines_own_layers_serve(backend_device, engine_layout, kind):
+    """Objects with the required attributes alone work: W comes from `conv_width`, or from hist = C - Q + 1."""
+    pool = Pool(backend_device, backend_device.shape(layers=2, engine_layout=engine_layout))
+    width = {} if engine_layout else {"conv_width": pool.shape.width}
+    pool.context = kind.create(
+        [loose(layer, conv=False) for layer in pool.layers],
+        spec_query_len=4,
+        max_num_reqs=6,
+        backend=backend_device.backend,
+        **width,
+    )
+    truths = start(pool, {0: 3, 4: 2})
+    for counts in ([3, 2], [1, 1]):
+        run_step(Batch(pool, [Row(3, 0, 4), Row(2, 4, 3)]), truths, counts)
+    drain(pool, [3, 2], [0, 4])
+    truths[0].assert_state(pool, 3)
+    truths[4].assert_state(pool, 2)
+
+
+def test_parameters_changed_in_place_are_used(backend_device):
+    """A fold reads the layers' own A_log and dt_bias, not copies made when the context was created."""
+    pool = Pool(backend_device, backend_device.shape(layers=2))
+    for params in pool.params:
+        params.A_log.add_(0.5)
+        params.dt_bias.sub_(1.0)
+    truths = start(pool, {0: 3})
+    run_step(Batch(pool, [Row(3, 0, 4)]), truths, [4])
+    drain(pool, [3], [0])
+    truths[0].assert_state(pool, 3)
+
+
+def test_a_stock_context_has_every_method_of_a_deferred_one(backend_device):
+    """`KDARecoverSSMCommitContext` defers, flushes and drains as well."""
+    pool = Pool(backend_device, backend_device.shape(layers=1), kind=KDARecoverSSMCommitContext)
+    truths = start(pool, {0: 3})
+    run_step(Batch(pool, [Row(3, 0, 4)]), truths, [2])
+    assert pool.pending[0] == 2
+    batch = Batch(pool, [Row(3, 0, 4)])
+    pool.context.flush(batch.state_indices, batch.record_rows, pool.pending)
+    check_step(batch, verify(batch, deferred=False), {0: truths[0]}, [3])
+    commit(batch, [3])
+    drain(pool, [3], [0])
+    truths[0].assert_state(pool, 3)
+
+
+def test_two_contexts_over_one_pool_agree_on_what_is_pending(backend_device):
+    """State lives in the tensors: one context may fold what another has counted."""
+    pool = Pool(backend_device, backend_device.shape(layers=1))
+    other = Pool(backend_device, pool.shape, params=pool.params)
+    truths = start(pool, {0: 3})
+    run_step(Batch(pool, [Row(3, 0, 4)]), truths, [2])
+    context = KDADeferredCommitContext.create(
+        pool.layers, spec_query_len=4, max_num_reqs=6, backend=other.context.backend
+    )
+    context.drain(pool.int32([3]), pool.int32([0]), pool.pending)
+    truths[0].assert_state(pool, 3)
+
+
+def test_backends_can_be_mixed_between_verify_and_fold(backend_device):
+    """Records are one format: what this backend recorded, the torch backend folds, and the reverse."""
+    if backend_device.backend == "torch":
+        pytest.skip("the other backends meet torch here")
+    torch_side = Target("torch", backend_device.device)
+    for first, second in ((backend_device, torch_side), (torch_side, backend_device)):
+        pool = Pool(first, first.shape(layers=1))
+        truths = start(pool, {0: 3})
+        run_step(Batch(pool, [Row(3, 0, 4)]), truths, [3])
+        pool.target = second
+        batch = Batch(pool, [Row(3, 0, 2)])
+        check_step(batch, verify(batch), {0: truths[0]}, [0])
+        truths[0].assert_state(pool, 3)
+
+
+def test_records_start_zeroed_one_row_into_their_allocation():
+    """Shapes, dtypes and the scratch row are those of the contract, and every byte is zero."""
+    records = allocate_records(5, 3, 4, 16, torch.bfloat16, torch.device("cpu"))
+    assert records.correction.shape == (5, 3, 4, 16) and records.correction.dtype == torch.float32
+    assert records.key_gate.shape == (5, 3, 4, 32) and records.key_gate.dtype == torch.bfloat16
+    for tensor in (records.correction, records.key_gate):
+        assert tensor.storage_offset() == tensor.stride(0) == tensor[0].numel()
+        assert tensor.untyped_storage().nbytes() == 6 * tensor[0].numel() * tensor.element_size()
+        memory = tensor.as_strided((6 * tensor[0].numel(),), (1,), 0)
+        assert not bool(memory.ne(0).any())
+
+
+def test_corrections_of_float64_records_are_float64():
+    """A pool in double precision keeps its corrections in double precision."""
+    records = allocate_records(2, 1, 4, 16, torch.float64, torch.device("cpu"))
+    assert records.correction.dtype == torch.float64
+
+
+def test_the_sentinels_are_those_of_the_engine():
+    """Names and values of the three constants are fixed."""
+    assert (NULL_BLOCK_ID, SCRATCH_ROW, FP32_DEFERRED) == (0, -1, "fp32_deferred")
+
+
+@pytest.mark.parametrize("kind", [KDARecoverSSMCommitContext, KDADeferredCommitContext])
+@pytest.mark.parametrize("asked", ["auto", "fp32_deferred", "torch"])
+def test_a_context_says_which_backend_it_runs_and_why(kind, asked):
+    """On the CPU every request ends at a backend that runs there, with a sentence where it is another one."""
+    pool = Pool(CPU, CPU.shape(layers=1), kind=kind, backend=asked)
+    assert pool.context.backend in ("triton", "torch")
+    assert isinstance(pool.context.backend_reason, str)
+    if asked == "torch":
+        assert pool.context.backend == "torch"
+    else:
+        assert len(pool.context.backend_reason.split()) > 3
+    truths = start(pool, {0: 3})
+    run_step(Batch(pool, [Row(3, 0, 4)]), truths, [2])
+    drain(pool, [3], [0])
+    truths[0].assert_state(pool, 3)
+
+
+def test_the_default_backends_are_auto_and_fp32_deferred():
+    """Without a backend both contexts find one; on the CPU it is the torch one."""
+    pool = Pool(CPU, CPU.shape(layers=1))
+    for kind in (KDARecoverSSMCommitContext, KDADeferredCommitContext):
+        assert kind.create(pool.layers, spec_query_len=4, max_num_reqs=6).backend == "torch"
+
+
+def test_verifies_without_a_backend_choose_one(backend_device):
+    """`backend="auto"` gives the oracle's outputs on any device."""
+    pool = Pool(backend_device, backend_device.shape(layers=1))
+    pool.fill(3)
+    batch = Batch(pool, [Row(3, 0, 4)])
+    got = core_verify(batch, 0, deferred=False, backend="auto")
+    [(exact, _)] = Truth(pool, 3).step(batch.windows(0), 0)
+    torch.testing.assert_close(got.cpu().double(), exact.out, atol=1e-2, rtol=1e-2)

@@ -1,0 +1,118 @@
+"""RecordSlots: the ledger of record rows, and what a reused row must not bring along."""
+
+import random
+
+import pytest
+import torch
+from rig import Batch, Pool, Row, drain, same_bytes
+from truth import run_step, start
+
+from graphrt import RecordSlots
+
+CPU = torch.device("cpu")
+
+
+def test_rows_are_distinct_python_integers_that_never_change():
+    """Rows handed out stay what they were when others are released and admitted."""
+    slots = RecordSlots(4, CPU)
+    a, b = slots.admit("a"), slots.admit("b")
+    slots.release("b")
+    c, d = slots.admit("c"), slots.admit("d")
+    assert all(type(row) is int for row in (a, b, c, d))
+    assert (slots.row("a"), slots.row("c"), slots.row("d")) == (a, c, d)
+    assert len({a, c, d}) == 3
+    assert slots.rows(["d", "a", "c"]) == [d, a, c]
+    slots.pending.fill_(3)
+    slots.generation.fill_(7)
+    assert slots.rows(["d", "a", "c"]) == [d, a, c]
+
+
+def test_the_ledger_has_a_row_for_every_request_and_no_more():
+    """Rows 0..R-1 are each given once; a request too many is refused until another leaves."""
+    slots = RecordSlots(3, CPU)
+    assert sorted(slots.admit(name) for name in "abc") == [0, 1, 2]
+    with pytest.raises((ValueError, RuntimeError), match="3"):
+        slots.admit("d")
+    slots.release("b")
+    assert slots.admit("d") == ({0, 1, 2} - {slots.row("a"), slots.row("c")}).pop()
+
+
+def test_pending_and_generation_are_static_tensors_of_the_device():
+    """Both are [R] and stay the same memory; pending starts at zero."""
+    slots = RecordSlots(5, CPU)
+    pending, generation = slots.pending.data_ptr(), slots.generation.data_ptr()
+    assert slots.pending.dtype == torch.int32 and slots.pending.tolist() == [0] * 5
+    assert slots.generation.shape == (5,)
+    for name in range(20):
+        slots.admit(name)
+        slots.release(name)
+    assert (slots.pending.data_ptr(), slots.generation.data_ptr()) == (pending, generation)
+
+
+def test_a_reused_row_starts_with_nothing_pending_and_a_new_generation():
+    """The count of the request before is gone, and the generation tells the two apart."""
+    slots = RecordSlots(1, CPU)
+    row = slots.admit("a")
+    first = slots.generation[row].item()
+    slots.pending[row] = 3
+    slots.release("a")
+    assert slots.admit("b") == row
+    assert slots.pending[row] == 0
+    assert slots.generation[row].item() != first
+
+
+def test_admitting_keeps_the_pending_of_others():
+    """Only the admitted row is reset."""
+    slots = RecordSlots(3, CPU)
+    a, b = slots.admit("a"), slots.admit("b")
+    slots.pending[a], slots.pending[b] = 2, 4
+    slots.release("b")
+    slots.admit("c")
+    assert slots.pending[a] == 2
+
+
+def test_wrong_requests_are_named():
+    """A request admitted twice, released twice or never admitted raises with its name."""
+    slots = RecordSlots(3, CPU)
+    slots.admit("twice")
+    for call in (lambda: slots.admit("twice"), lambda: slots.release("never"), lambda: slots.row("never")):
+        with pytest.raises((ValueError, KeyError), match=r"twice|never"):
+            call()
+    with pytest.raises((ValueError, KeyError), match="never"):
+        slots.rows(["twice", "never"])
+
+
+def test_a_thousand_cycles_leak_no_row():
+    """Requests that come and go at random in any order leave every row free at the end."""
+    slots, rng, live = RecordSlots(7, CPU), random.Random(1), {}
+    for name in range(1000):
+        if len(live) == 7 or (live and rng.random() < 0.5):
+            gone = rng.choice(list(live))
+            assert slots.row(gone) == live.pop(gone)
+            slots.release(gone)
+        live[name] = slots.admit(name)
+        assert len(set(live.values())) == len(live)
+    for name in live:
+        slots.release(name)
+    assert sorted(slots.admit(f"again {i}") for i in range(7)) == list(range(7))
+
+
+def test_a_reused_record_row_folds_nothing_of_its_last_owner(backend_device):
+    """A leaves with three accepted tokens pending; B takes its row and another slot and is the oracle's from
+    zero.
+    """
+    pool = Pool(backend_device, backend_device.shape(layers=1))
+    slots = RecordSlots(pool.shape.rows, torch.device(pool.device))
+    pool.pending = slots.pending
+    row = slots.admit("A")
+    run_step(Batch(pool, [Row(5, row, 4)]), start(pool, {row: 5}), [3])
+    slots.release("A")
+    left = [part.clone() for part in pool.layers[0].kv_cache]
+    while slots.admit(object()) != row:
+        pass
+    truths = start(pool, {row: 8}, zero=True)
+    run_step(Batch(pool, [Row(8, row, 4)]), truths, [2])
+    drain(pool, [8], [row])
+    truths[row].assert_state(pool, 8)
+    for before, now in zip(left, pool.layers[0].kv_cache, strict=True):
+        assert same_bytes(before[5], now[5])
