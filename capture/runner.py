@@ -1,14 +1,17 @@
 """Commit, flush and drain of a context, recorded for every batch size."""
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from graphrt import checked
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
 from graphrt.checks import check_index, fail
 from graphrt.context import KDARecoverSSMCommitContext
+from graphrt.steps import Commit, Staged
 
 MODES = ("commit", "flush", "drain")
 
@@ -114,7 +117,8 @@ class CommitRunner:
         The smallest captured size that fits is replayed; without one the commit runs eagerly.
 
         Raises:
-            RuntimeError: before capture and after close. ValueError: for more rows than the inputs have.
+            RuntimeError: before capture and after close.
+            ValueError: for more rows than the inputs have; in checked mode also for a bad value that was staged.
         """
         self._run("commit", num_reqs)
 
@@ -140,23 +144,38 @@ class CommitRunner:
         self._recordings.close()
 
     def _run(self, mode: str, num_reqs: int) -> None:
+        if 0 < num_reqs <= self.inputs.max_num_reqs and checked.enabled(self.context.check):
+            self._check_values(mode, num_reqs)
         if self._recordings.replay(mode, num_reqs) is None and num_reqs > 0:
             with torch.no_grad():
                 self._works[mode](num_reqs)
 
+    def _check_values(self, mode: str, num_reqs: int) -> None:
+        """Checked mode: what the context's own methods do before a launch, for a replay does not pass through them."""
+        rows, stack = self.inputs.rows(num_reqs), self.context.stack
+        if mode != "commit":
+            checked.flush_values(rows.state_indices, rows.record_rows, self.pending, stack.geometry)
+            return
+        commit = Commit(request_indices=None, **self._commit_arguments(rows))
+        checked.commit_values(commit, stack.geometry)
+        checked.close_step(stack.corrections, commit)
+
+    def _commit_arguments(self, rows: Staged) -> dict[str, Any]:
+        align = self.mamba_block_size is not None
+        return {
+            "num_accepted_tokens": rows.num_accepted_tokens,
+            "state_indices": rows.state_indices,
+            "query_start_loc": rows.query_start_loc,
+            "block_table": rows.block_table if align else None,
+            "num_computed_tokens": rows.num_computed_tokens if align else None,
+            "mamba_block_size": self.mamba_block_size,
+            "record_rows": rows.record_rows,
+            "pending": self.pending,
+            "eager": rows.eager if self.eager else None,
+        }
+
     def _commit(self, num_reqs: int) -> None:
-        rows, align = self.inputs.rows(num_reqs), self.mamba_block_size is not None
-        self.context.commit(
-            rows.num_accepted_tokens,
-            rows.state_indices,
-            rows.query_start_loc,
-            block_table=rows.block_table if align else None,
-            num_computed_tokens=rows.num_computed_tokens if align else None,
-            mamba_block_size=self.mamba_block_size,
-            record_rows=rows.record_rows,
-            pending=self.pending,
-            eager=rows.eager if self.eager else None,
-        )
+        self.context.commit(**self._commit_arguments(self.inputs.rows(num_reqs)))
 
     def _flush(self, num_reqs: int) -> None:
         rows = self.inputs.rows(num_reqs)

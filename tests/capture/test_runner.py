@@ -363,6 +363,28 @@ def test_bad_arguments_are_named(device):
             call()
 
 
+def test_checked_mode_reads_what_was_staged(device, monkeypatch):
+    """With GRAPHRT_CHECK a replayed commit closes its step, and a bad staged value raises before the replay."""
+    monkeypatch.setenv("GRAPHRT_CHECK", "1")
+    engine, rng = Engine(device), random.Random(12)
+    runner = make(engine, [4])
+    runner.capture(progress=False)
+    batch = Batch(rng, engine, 4, least_rows=2)
+    for _ in range(3):
+        batch.verify(engine, engine.window_inputs(rng))
+        runner.inputs.stage(**batch.host())
+        runner.commit(batch.n)
+    before = engine.state()
+    runner.inputs.stage(**batch.host() | {"num_accepted_tokens": [WINDOW + 1] * 6})
+    with pytest.raises(ValueError, match=r"^num_accepted_tokens, row 0: expected 0\.\."):
+        runner.commit(batch.n)
+    runner.inputs.stage(**batch.host() | {"record_rows": [0] * batch.n})
+    for fold in (runner.flush, runner.drain):
+        with pytest.raises(ValueError, match=r"^record_rows, row 1: expected a row of its own"):
+            fold(batch.n)
+    assert_same(engine.state(), before, "after refusals")
+
+
 def test_memory_is_reported_by_graph_and_in_total(device):
     """Commit, flush and drain allocate nothing in a graph; the forecast agrees."""
     runner = make(Engine(device), [1, 4])
