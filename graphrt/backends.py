@@ -31,6 +31,7 @@ class Backend:
     align_eager_mask: Callable[..., None]
     align_state_indices: Callable[..., None]
     stage: Callable[..., None]
+    advance: Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ def load(name: str) -> Backend:
     """The launchers of a backend; Triton and CuTe DSL are imported here, at first use."""
     files = {"plan": "plan", "conv": "conv", "fold": "fold", "verify": "verify", "stage": "stage"}
     if name == "torch":
-        files = dict.fromkeys(files, "reference") | {"plan": "reference_plan", "stage": "reference_plan"}
+        files = dict.fromkeys(files, "reference") | {"plan": "reference_plan", "stage": "reference_stage"}
     if name == FP32_DEFERRED:
         files |= {"fold": "cute.commit", "verify": "cute.deferred"}
     modules = {part: importlib.import_module(f".kernels.{file}", "graphrt") for part, file in files.items()}
@@ -72,6 +73,7 @@ def load(name: str) -> Backend:
         align_eager_mask=modules["plan"].align_eager_mask,
         align_state_indices=modules["plan"].align_state_indices,
         stage=modules["stage"].stage,
+        advance=modules["stage"].advance,
     )
 
 

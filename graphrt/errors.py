@@ -38,7 +38,8 @@ class ErrorKind(IntEnum):
 _counters: dict[torch.device, Tensor] = {}
 
 
-def _canonical(device: torch.device | str) -> torch.device:
+def canonical(device: torch.device | str) -> torch.device:
+    """The device with its index, so that equal devices compare equal."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
@@ -51,7 +52,7 @@ def error_counter(device: torch.device | str) -> Tensor:
     Raises:
         RuntimeError: if the first call falls inside a CUDA capture, whose pool must not own it.
     """
-    device = _canonical(device)
+    device = canonical(device)
     if device not in _counters:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(

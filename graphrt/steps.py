@@ -110,23 +110,63 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class StageSources:
-    """Where one staging copies from: a step's metadata in the caller's tensors."""
+    """Where one staging copies from: a step's metadata in the caller's tensors, None for what keeps its padding value.
+
+    A row whose slot is null and whose record row is negative is padding, wherever it stands: nothing is gathered for
+    it, so that no index derived from it leads anywhere.
+    """
 
     num_reqs: int
-    state_indices: Tensor
-    record_rows: Tensor
-    query_start_loc: Tensor
-    num_accepted_tokens: Tensor | None
-    eager: Tensor | None
-    request_indices: Tensor | None
-    num_computed_tokens: Tensor | None
-    block_table: Tensor | None
-    pending: Tensor | None
-    replay: Tensor | None
-    """Step-local pending counts; with it, the counts of the step's rows move here and `pending` becomes zero."""
+    state_indices: Tensor | None = None
+    """[>= num_reqs] int32, as `record_rows` and `request_indices`."""
+    record_rows: Tensor | None = None
+    query_start_loc: Tensor | None = None
+    """[>= num_reqs + 1] int32"""
+    num_accepted_tokens: Tensor | None = None
+    """[requests] int32, as `num_computed_tokens`."""
+    eager: Tensor | None = None
+    """[>= num_reqs] uint8"""
+    request_indices: Tensor | None = None
+    num_computed_tokens: Tensor | None = None
+    block_table: Tensor | None = None
+    """[requests, any width] int32"""
 
     @property
     def num_requests(self) -> int:
         """How many requests every request-indexed source covers; all of the rows' own where there is none."""
         tensors = (self.num_accepted_tokens, self.num_computed_tokens, self.block_table)
         return min((t.shape[0] for t in tensors if t is not None), default=2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBegin:
+    """What the staging launch of a recorded step does besides copying (design section 4, `DecodeStep`)."""
+
+    pending: Tensor
+    """[R] int32: zeroed for every live row of the step; a step whose commit never comes has accepted nothing."""
+    replay: Tensor
+    """[R] int32: receives these counts; the verifies of the step read them as their `pending`."""
+    num_slots: int
+    """A slot past the pool is null: its row keeps what it has pending."""
+    mamba_block_size: int | None
+    """Align mode: rows whose window can reach a boundary, or starts on one, become eager."""
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """The end of a recorded step: from its rows and what was sampled to the rows of the next step."""
+
+    rows: Staged
+    """The step that ran, [B] rows."""
+    next_rows: Staged
+    """[max_num_reqs] rows of the next step; rows from B on become padding, the block table is left as it is."""
+    num_accepted_tokens: Tensor
+    """[B] int32, clamped to the row's query length."""
+    query_lens: Tensor
+    """[B] int32: tokens of the row's next window, clamped to 0..Q."""
+    finished: Tensor | None
+    """[B] uint8: rows to retire."""
+    spec_query_len: int
+    num_slots: int
+    mamba_block_size: int | None
+    """Align mode: the next slot is the block that holds the state; a row without such a block is retired."""

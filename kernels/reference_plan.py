@@ -1,4 +1,4 @@
-"""The small operations around a step in plain torch: plans, align mode, staging. See `plan.py` and `stage.py`.
+"""Plans and align mode in plain torch. See `plan.py`.
 
 Nothing here reads a value on the host. Counting of bad values is part of the contract (design section 3.6).
 """
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ErrorKind
-from ..steps import Commit, Geometry, Plan, Rows, Staged, StageSources
+from ..steps import Commit, Geometry, Plan, Rows
 from .reference import add_errors, live_rows, pending_of
 
 
@@ -135,41 +135,3 @@ def align_state_indices(block_table: Tensor, num_computed_tokens: Tensor, block_
         return
     block = block_table.gather(1, column.clamp(max=width - 1)[:, None])[:, 0]
     out.copy_(torch.where(column < width, block, 0))
-
-
-def stage(staged: Staged, sources: StageSources, errors: Tensor) -> None:
-    """Copy a step's metadata into the static buffers and pad the rows behind it (see `stage.py`)."""
-    s, rows = sources, staged.state_indices.shape[0]
-    o_b = torch.arange(rows, device=staged.state_indices.device)
-    live = o_b < s.num_reqs
-    request = o_b if s.request_indices is None else _padded(s.request_indices, s.num_reqs, rows, 0).long()
-    known = live & (request >= 0) & (request < s.num_requests)
-    add_errors(errors, ErrorKind.REQUEST, live & ~known)
-    request = torch.where(known, request, 0)
-
-    row = _padded(s.record_rows, s.num_reqs, rows, -1)
-    staged.state_indices.copy_(_padded(s.state_indices, s.num_reqs, rows, 0))
-    staged.record_rows.copy_(row)
-    staged.query_start_loc.copy_(s.query_start_loc[torch.arange(rows + 1, device=o_b.device).clamp(max=s.num_reqs)])
-    staged.eager.copy_(_padded(s.eager, s.num_reqs, rows, 0))
-    for target, source in (
-        (staged.num_accepted_tokens, s.num_accepted_tokens),
-        (staged.num_computed_tokens, s.num_computed_tokens),
-    ):
-        target.copy_(torch.where(known, source[request], 0) if source is not None and source.shape[0] else 0 * o_b)
-    staged.block_table.zero_()
-    if s.block_table is not None and s.block_table.shape[0]:
-        width = min(staged.block_table.shape[1], s.block_table.shape[1])
-        staged.block_table[:, :width] = torch.where(known[:, None], s.block_table[request, :width], 0)
-    if s.pending is not None and s.replay is not None:
-        owned = (row >= 0) & (row < s.pending.shape[0])
-        staged_rows = (owned[:, None] & (row[:, None] == torch.arange(s.pending.shape[0], device=row.device))).any(0)
-        s.replay.copy_(torch.where(staged_rows, s.pending, s.replay))
-        s.pending.masked_fill_(staged_rows, 0)
-
-
-def _padded(source: Tensor | None, num_reqs: int, rows: int, fill: int) -> Tensor:
-    """[rows]: the first `num_reqs` entries of `source`, then `fill`."""
-    if source is None:
-        return torch.zeros(())  # broadcasts
-    return torch.cat((source[:num_reqs], source.new_full((rows - num_reqs,), fill)))

@@ -26,10 +26,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from graphrt import KDALayer, allocate_records, backends
+from graphrt.capture.static import allocate_rows
 from graphrt.errors import ErrorKind
+from graphrt.kernels.stage import HEADER_WORDS, stage_header
 from graphrt.layers import LayerStack
 from graphrt.records import KDARecoverSSMRecords
-from graphrt.steps import Commit, Plan, Rows
+from graphrt.steps import Advance, Commit, Plan, Rows, StageSources
 
 _DTYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64",
@@ -158,7 +160,17 @@ def launches(head_dim: int, window: int, pool: torch.dtype, activations: torch.d
             triton_backend.plan_flush(plan, index[:1], index, index, True, stack.geometry, errors)
             triton_backend.align_eager_mask(index, index, 16, None, torch.zeros(1, dtype=torch.uint8))
             triton_backend.align_state_indices(index[:, None], index, 16, index)
+            _launch_step_ends(triton_backend, window, errors)
     return found
+
+
+def _launch_step_ends(backend: backends.Backend, window: int, errors: torch.Tensor) -> None:
+    """Staging by value and by header, and the advance; the number of rows is the only variant of theirs."""
+    _, rows = allocate_rows(256, 8, torch.device("cpu"))
+    backend.stage(rows, StageSources(0), None, errors)
+    stage_header(rows, torch.zeros(HEADER_WORDS, dtype=torch.int64), errors)
+    lengths = torch.zeros(256, dtype=torch.int32)
+    backend.advance(Advance(rows, rows, lengths, lengths, None, window, 4, None), errors)
 
 
 def main() -> int:

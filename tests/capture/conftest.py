@@ -47,3 +47,9 @@ def _check_replay_equals_eager(program, state, refresh=lambda tensors, step: Non
 @pytest.fixture
 def check_replay_equals_eager():
     return _check_replay_equals_eager
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    """The CPU tape everywhere, real graphs where there is a GPU."""
+    return torch.device(request.param, 0) if request.param == "cuda" else torch.device("cpu")

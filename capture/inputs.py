@@ -1,0 +1,178 @@
+"""The static inputs of a step, filled by one launch, and the dummy rows that warm-up and capture run on."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphrt import backends
+from graphrt.capture.errors import CaptureError
+from graphrt.capture.pinned import PinnedRing
+from graphrt.capture.sources import NAMES, Source, as_tensor, check_sources
+from graphrt.capture.static import allocate_rows, cut_rows
+from graphrt.errors import canonical, error_counter
+from graphrt.launch import is_recording, launch
+from graphrt.steps import Staged, StageSources
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """The static inputs of a step, one row per batch row: what recordings read, and `stage` fills.
+
+    Allocated once (one block), never rebound. Every row starts as padding. A batch of n rows owns rows 0..n-1; all
+    rows behind it are padding: slot 0, record row -1, no tokens, nothing accepted, null blocks.
+
+    Args:
+        max_num_reqs: R, most rows of a step.
+        spec_query_len: Q, 1 + the most draft tokens.
+        device: where the buffers live.
+        block_table_width: columns of the block table; align mode needs at least one.
+    """
+
+    max_num_reqs: int
+    spec_query_len: int
+    device: torch.device
+    block_table_width: int = 0
+    state_indices: Tensor = field(init=False, repr=False)
+    """[R] int32: state slot."""
+    record_rows: Tensor = field(init=False, repr=False)
+    """[R] int32: record row."""
+    query_start_loc: Tensor = field(init=False, repr=False)
+    """[R + 1] int32: row b owns tokens `query_start_loc[b] .. [b + 1]`; constant from the last live row on."""
+    num_accepted_tokens: Tensor = field(init=False, repr=False)
+    """[R] int32, by row: row b is its own request here."""
+    eager: Tensor = field(init=False, repr=False)
+    """[R] uint8: rows to commit now."""
+    num_computed_tokens: Tensor = field(init=False, repr=False)
+    """[R] int32, by row."""
+    block_table: Tensor = field(init=False, repr=False)
+    """[R, block_table_width] int32, by row; null past the width of what was staged."""
+    _block: Tensor = field(init=False, repr=False)
+    _all: Staged = field(init=False, repr=False)
+    _rows: dict[int, Staged] = field(init=False, repr=False, default_factory=dict)
+    _ring: PinnedRing | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_num_reqs", 1), ("spec_query_len", 1), ("block_table_width", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+        put: Any = object.__setattr__
+        put(self, "device", canonical(self.device))
+        error_counter(self.device)
+        block, staged = allocate_rows(self.max_num_reqs, self.block_table_width, self.device)
+        put(self, "_block", block)
+        put(self, "_all", staged)
+        for name in NAMES:
+            if name != "request_indices":
+                put(self, name, getattr(staged, name))
+        put(self, "_ring", PinnedRing(staged) if self.device.type == "cuda" else None)
+
+    def rows(self, num_reqs: int) -> Staged:
+        """The static tensors cut to `num_reqs` rows: the same objects at every call.
+
+        Raises:
+            ValueError: if there are not so many rows.
+        """
+        cut = self._rows.get(num_reqs)
+        if cut is None:
+            if not 1 <= num_reqs <= self.max_num_reqs:
+                raise ValueError(f"num_reqs: expected 1..{self.max_num_reqs} (max_num_reqs), got {num_reqs}")
+            cut = self._rows[num_reqs] = cut_rows(self._all, num_reqs)
+        return cut
+
+    def stage(
+        self,
+        *,
+        num_reqs: int,
+        state_indices: Source = None,
+        record_rows: Source = None,
+        query_start_loc: Source = None,
+        num_accepted_tokens: Source = None,
+        eager: Source = None,
+        request_indices: Source = None,
+        num_computed_tokens: Source = None,
+        block_table: Source = None,
+    ) -> None:
+        """Copy a step's metadata into the static buffers: one launch on the current stream, and no wait.
+
+        Lists of ints and host tensors are read now, device tensors in stream order; both kinds may be mixed. On a
+        GPU host values travel through a ring of pinned blocks, so that steps may be queued. What is omitted gets its
+        padding value in every row.
+
+        Args:
+            num_reqs: rows of the step; the rows behind them become padding.
+            state_indices, record_rows, request_indices: [>= num_reqs] int32.
+            query_start_loc: [>= num_reqs + 1] int32.
+            eager: [>= num_reqs] bool or uint8.
+            num_accepted_tokens, num_computed_tokens: [requests] int32. block_table: [requests, width] int32. Row b
+                receives the values of request `request_indices[b]` (or b); columns past `block_table_width` are
+                dropped, for no kernel could reach them.
+
+        Raises:
+            ValueError: naming the argument, before anything is launched; also for a tensor that is a view of the
+                static buffers themselves.
+            CaptureError: for host values inside a recording, which would freeze them.
+        """
+        if not 0 <= num_reqs <= self.max_num_reqs:
+            raise ValueError(f"num_reqs: expected 0..{self.max_num_reqs} (max_num_reqs), got {num_reqs}")
+        values = (
+            state_indices, record_rows, query_start_loc, num_accepted_tokens, eager, request_indices,
+            num_computed_tokens, block_table,
+        )  # fmt: skip
+        recording = _is_recording(self._ring)
+        if recording:
+            _refuse_host_values(values, self.device)
+        checked = check_sources(values, num_reqs, self.device, self._block)
+        if self._ring is not None and not recording:
+            self._ring.stage(num_reqs, checked)
+            return
+        sources = StageSources(num_reqs, *(as_tensor(i, value) for i, value in enumerate(checked)))
+        run = backends.by_device(self.device).stage
+        launch("graphrt.stage", run, self._all, sources, None, error_counter(self.device))
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put the staged step back, byte for byte, at the end of the block."""
+        saved = self._block.clone()
+        try:
+            yield
+        finally:
+            self._block.copy_(saved)
+
+
+def dummy_inputs(inputs: StepInputs, num_reqs: int, *, dcp: bool = False) -> None:
+    """Stage rows that change nothing: what warm-up, capture and the steps of an idle rank run on.
+
+    Args:
+        inputs: every row of them becomes a dummy or padding.
+        num_reqs: rows of the dummy step.
+        dcp: False stages padding. True stages the dummy rows of decode context parallelism: state slots 0, 1, ...
+            that look live, full windows, and record rows -1. Verifies read these checkpoints and write the scratch
+            row only.
+
+    Raises:
+        CaptureError: inside a recording; stage before it.
+    """
+    if not dcp:
+        inputs.stage(num_reqs=0)
+        return
+    window = inputs.spec_query_len
+    offsets = [b * window for b in range(num_reqs + 1)]
+    inputs.stage(num_reqs=num_reqs, state_indices=list(range(num_reqs)), query_start_loc=offsets)
+
+
+def _is_recording(ring: PinnedRing | None) -> bool:
+    return is_recording() if ring is None else torch.cuda.is_current_stream_capturing()
+
+
+def _refuse_host_values(values: Sequence[Source], device: torch.device) -> None:
+    for value in values:
+        if value is None or (isinstance(value, Tensor) and value.device == device):
+            continue
+        raise CaptureError(
+            "StepInputs.stage inside a recording got host values, which a replay would stage again for ever; "
+            "call stage before replay(), or give it device tensors that live as long as the recording"
+        )

@@ -1,0 +1,186 @@
+"""Commit, flush and drain of a context, recorded for every batch size."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphrt import checked
+from graphrt.capture.inputs import StepInputs, dummy_inputs
+from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
+from graphrt.checks import check_index, fail
+from graphrt.context import KDARecoverSSMCommitContext
+from graphrt.steps import Commit, Staged
+
+MODES = ("commit", "flush", "drain")
+
+
+def check_parts(
+    context: KDARecoverSSMCommitContext, pending: Tensor, inputs: StepInputs, mamba_block_size: int | None
+) -> None:
+    """Whether these parts can work together.
+
+    Raises:
+        ValueError: naming the one that does not fit.
+    """
+    stack, capacity = context.stack, context.commit_lens.shape[0]
+    check_index("pending", pending, stack.geometry.num_rows, stack.device, exactly=True)
+    if inputs.device != stack.device:
+        fail("inputs", f"buffers on {stack.device}, like the checkpoints", f"buffers on {inputs.device}")
+    if inputs.spec_query_len != context.spec_query_len:
+        fail("inputs", f"spec_query_len {context.spec_query_len}, as the context's", inputs.spec_query_len)
+    if inputs.max_num_reqs > capacity:
+        fail("inputs", f"at most {capacity} rows, the context's max_num_reqs", inputs.max_num_reqs)
+    if mamba_block_size is None:
+        return
+    if mamba_block_size < context.spec_query_len:
+        fail("mamba_block_size", f"at least one window, spec_query_len {context.spec_query_len}", mamba_block_size)
+    if inputs.block_table_width < 1:
+        fail("inputs", "a block_table_width of at least 1, since mamba_block_size is given", inputs.block_table_width)
+
+
+class CommitRunner:
+    """Replays the commit, flush or drain of a staged step, from the static inputs alone.
+
+    A step is `inputs.stage(...)`, the engine's verify and sampling, then `commit`. Every replay writes the context's
+    plan before it folds by it, so all recordings may share that plan as long as they, and the context's eager
+    methods, run in one stream order. Batches in flight at the same time need a `StepInputs` and a runner each.
+
+    Args:
+        context: whose layers are folded.
+        pending: [record rows] int32, by record row (`RecordSlots.pending`).
+        inputs: what every recording reads.
+        capture_sizes: batch sizes to record; powers of two up to `inputs.max_num_reqs` by default.
+        mamba_block_size: align mode, with the staged block table and computed counts. Rows near a block boundary are
+            folded now by the plan itself; pass `eager=True` and stage `align_eager_mask` to keep them uncounted.
+        eager: whether the staged eager mask takes part in the commit.
+
+    Raises:
+        ValueError: for parts that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        context: KDARecoverSSMCommitContext,
+        pending: Tensor,
+        inputs: StepInputs,
+        capture_sizes: Iterable[int] | None = None,
+        mamba_block_size: int | None = None,
+        eager: bool = False,
+    ) -> None:
+        check_parts(context, pending, inputs, mamba_block_size)
+        self.context, self.pending, self.inputs = context, pending, inputs
+        self.capture_sizes = check_sizes(capture_sizes, inputs.max_num_reqs)
+        self.mamba_block_size, self.eager = mamba_block_size, eager
+        self._works: dict[str, Callable[[int], None]] = {
+            "commit": self._commit,
+            "flush": self._flush,
+            "drain": self._drain,
+        }
+        self._recordings = SizedRecordings(self._works, inputs.max_num_reqs, inputs.device)
+
+    def capture(
+        self,
+        progress: bool = True,
+        *,
+        sizes: Iterable[int] | None = None,
+        modes: Sequence[str] = MODES,
+        dcp: bool = False,
+    ) -> None:
+        """Record what is not recorded yet, largest size first. May run in mid-service, also after `stage`.
+
+        The warm-up runs on dummy rows and the staged step is put back, so no checkpoint, convolution state, record
+        or pending count changes.
+
+        Args:
+            progress: show a bar with the free memory.
+            sizes: other sizes than `capture_sizes`, to add to them.
+            modes: some of "commit", "flush" and "drain"; what is left out runs eagerly.
+            dcp: use the dummy rows of decode context parallelism (`dummy_inputs`).
+
+        Raises:
+            ValueError: for a size or mode there is not.
+            RuntimeError: after `close`.
+        """
+        for mode in modes:
+            if mode not in MODES:
+                raise ValueError(f"modes: expected some of {', '.join(MODES)}, got {mode!r}")
+        wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs)
+        with self.inputs.kept():
+            self._recordings.capture(modes, wanted, lambda n: dummy_inputs(self.inputs, n, dcp=dcp), progress)
+        self.capture_sizes = sorted({*self.capture_sizes, *wanted})
+
+    def commit(self, num_reqs: int) -> None:
+        """Commit the staged step: `pending` is rewritten for its rows, rows to fold now are folded.
+
+        The smallest captured size that fits is replayed; without one the commit runs eagerly.
+
+        Raises:
+            RuntimeError: before capture and after close.
+            ValueError: for more rows than the inputs have; in checked mode also for a bad value that was staged.
+        """
+        self._run("commit", num_reqs)
+
+    def flush(self, num_reqs: int) -> None:
+        """Fold what the staged rows have pending, once, before a stock verify of the same step."""
+        self._run("flush", num_reqs)
+
+    def drain(self, num_reqs: int) -> None:
+        """Fold what the staged rows have pending and zero it; may run any number of times."""
+        self._run("drain", num_reqs)
+
+    @property
+    def last_miss_reason(self) -> str | None:
+        """Why the last call that found no recording ran eagerly; None as long as none did."""
+        return self._recordings.last_miss_reason
+
+    def memory(self) -> GraphMemory:
+        """Bytes of each graph and in total, next to the forecast."""
+        return self._recordings.memory()
+
+    def close(self) -> None:
+        """Give the recordings' memory back. A second call does nothing."""
+        self._recordings.close()
+
+    def _run(self, mode: str, num_reqs: int) -> None:
+        if 0 < num_reqs <= self.inputs.max_num_reqs and checked.enabled(self.context.check):
+            self._check_values(mode, num_reqs)
+        if self._recordings.replay(mode, num_reqs) is None and num_reqs > 0:
+            with torch.no_grad():
+                self._works[mode](num_reqs)
+
+    def _check_values(self, mode: str, num_reqs: int) -> None:
+        """Checked mode: what the context's own methods do before a launch, for a replay does not pass through them."""
+        rows, stack = self.inputs.rows(num_reqs), self.context.stack
+        if mode != "commit":
+            checked.flush_values(rows.state_indices, rows.record_rows, self.pending, stack.geometry)
+            return
+        commit = Commit(request_indices=None, **self._commit_arguments(rows))
+        checked.commit_values(commit, stack.geometry)
+        checked.close_step(stack.corrections, commit)
+
+    def _commit_arguments(self, rows: Staged) -> dict[str, Any]:
+        align = self.mamba_block_size is not None
+        return {
+            "num_accepted_tokens": rows.num_accepted_tokens,
+            "state_indices": rows.state_indices,
+            "query_start_loc": rows.query_start_loc,
+            "block_table": rows.block_table if align else None,
+            "num_computed_tokens": rows.num_computed_tokens if align else None,
+            "mamba_block_size": self.mamba_block_size,
+            "record_rows": rows.record_rows,
+            "pending": self.pending,
+            "eager": rows.eager if self.eager else None,
+        }
+
+    def _commit(self, num_reqs: int) -> None:
+        self.context.commit(**self._commit_arguments(self.inputs.rows(num_reqs)))
+
+    def _flush(self, num_reqs: int) -> None:
+        rows = self.inputs.rows(num_reqs)
+        self.context.flush(rows.state_indices, rows.record_rows, self.pending)
+
+    def _drain(self, num_reqs: int) -> None:
+        rows = self.inputs.rows(num_reqs)
+        self.context.drain(rows.state_indices, rows.record_rows, self.pending)

@@ -1,0 +1,277 @@
+"""A whole decode step as one recording: k steps are k replays, with no host work between them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphrt import backends
+from graphrt.capture.inputs import StepInputs, dummy_inputs
+from graphrt.capture.runner import check_parts
+from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
+from graphrt.capture.static import allocate_rows, cut_rows
+from graphrt.checks import check_index, check_tensor, fail
+from graphrt.context import KDARecoverSSMCommitContext
+from graphrt.errors import error_counter
+from graphrt.launch import launch
+from graphrt.steps import Advance, StageSources, StepBegin
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """What the callables of a step receive: static tensors, the same objects in every replay. B rows, R record rows.
+
+    A padding row has slot 0, record row -1 and no tokens; whatever a callable derives from its row must not reach
+    anybody's memory.
+    """
+
+    state_indices: Tensor
+    """[B] int32: state slot."""
+    record_rows: Tensor
+    """[B] int32: record row, -1 in padding rows."""
+    query_start_loc: Tensor
+    """[B + 1] int32: row b owns tokens `query_start_loc[b] .. [b + 1]`, 0 to Q of them."""
+    pending: Tensor
+    """[R] int32: what the verifies of this step replay first; pass it as their `pending`."""
+    num_computed_tokens: Tensor
+    """[B] int32: tokens in the state before this step, as staged and advanced by each step."""
+    eager: Tensor
+    """[B] uint8: rows that this step commits at once."""
+    block_table: Tensor
+    """[B, width] int32: state blocks of each row."""
+    spec_query_len: int
+    """Q"""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What the sampling of a step decides. [B] each."""
+
+    num_accepted_tokens: Tensor
+    """int32: tokens of the row's window that stand."""
+    query_lens: Tensor
+    """int32: tokens of the row's next window, 0..Q; the callable has put the tokens themselves where verify reads."""
+    finished: Tensor | None = None
+    """bool or uint8: rows that are done: committed in this step, padding from the next one on."""
+
+
+Verify = Callable[[StepRows], Any]
+"""Drafts, if they are made here, then the model with its verifies of all layers. Returns what `Sample` needs."""
+Sample = Callable[[StepRows, Any], Sampled]
+"""Chooses tokens, accepts drafts, stages the next windows' tokens."""
+
+
+class DecodeStep:
+    """One decode step on the device: from staged rows to the staged rows of the next step.
+
+    The launches of a step, in order:
+
+    1. stage: `inputs` are copied to the step's own rows, and `pending` of every live row moves into `rows.pending`
+       and becomes zero. A step whose commit never comes has thereby accepted nothing. In align mode rows near a block
+       boundary become eager.
+    2. with `flush`: rows whose entry in `flush_rows` is set are drained from `rows.pending` into their checkpoints.
+       This is the flush for verifies that replay nothing. Which rows it reaches is a value on the device, so one
+       recording serves steps that flush and steps that replay.
+    3. `verify(rows)` of the user.
+    4. `sample(rows, what verify returned)` of the user.
+    5. commit, with the real `pending`.
+    6. advance: `inputs` become the next step. Finished rows turn into padding; `num_computed_tokens` grows by what
+       was accepted; in align mode the slot is the block that now holds the state (as `align_state_indices`), and a row
+       without such a block is retired and counted.
+
+    Everything the callables touch must be static or made by them inside the step, and they must leave what belongs
+    to no live row alone: warm-up runs them on padding rows. The host joins in by `inputs.stage(...)` between two
+    replays; reading `inputs` tells it which rows are still there.
+
+    Args:
+        context, pending, inputs, capture_sizes, mamba_block_size: as for `CommitRunner`; one size, all rows, by
+            default.
+        verify, sample: the user's part of the step.
+        flush: whether the step has part 2.
+    """
+
+    def __init__(
+        self,
+        context: KDARecoverSSMCommitContext,
+        pending: Tensor,
+        inputs: StepInputs,
+        verify: Verify,
+        sample: Sample,
+        *,
+        capture_sizes: Iterable[int] | None = None,
+        mamba_block_size: int | None = None,
+        flush: bool = False,
+    ) -> None:
+        check_parts(context, pending, inputs, mamba_block_size)
+        self.context, self.pending, self.inputs = context, pending, inputs
+        self.verify, self.sample = verify, sample
+        self.mamba_block_size = mamba_block_size
+        most, device = inputs.max_num_reqs, inputs.device
+        self.capture_sizes = check_sizes([most] if capture_sizes is None else capture_sizes, most)
+        self.replayed = torch.zeros_like(pending, memory_format=torch.contiguous_format)
+        """[R] int32: pending counts of the rows of the step that runs, `StepRows.pending`."""
+        self.flush_rows = torch.ones(most, dtype=torch.int32, device=device) if flush else None
+        """[max_num_reqs] int32, 1 where the step drains a row before its verify; write into it at any time."""
+        self._drained = torch.zeros(most, dtype=torch.int32, device=device)
+        self._staged = allocate_rows(most, inputs.block_table_width, device)[1]
+        self._rows: dict[int, StepRows] = {}
+        self._recordings = SizedRecordings({"step": self._run}, most, device)
+        self.outputs: tuple[Any, Sampled] | None = None
+        """What `verify` and `sample` returned in the step that ran last: static tensors of its recording."""
+
+    def capture(self, progress: bool = True, *, sizes: Iterable[int] | None = None, dcp: bool = False) -> None:
+        """Record what is not recorded yet, largest size first. May run in mid-service, also after `stage`.
+
+        The warm-up runs on dummy rows; the staged step and the random state are put back.
+
+        Args:
+            progress: show a bar with the free memory.
+            sizes: other sizes than `capture_sizes`, to add to them.
+            dcp: use the dummy rows of decode context parallelism (`dummy_inputs`).
+
+        Raises:
+            ValueError: for a size there is not, or a callable that returns something else than it should.
+            RuntimeError: after `close`.
+        """
+        wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs)
+        with self.inputs.kept(), _random_state_kept(self.inputs.device):
+            self._recordings.capture(["step"], wanted, lambda n: dummy_inputs(self.inputs, n, dcp=dcp), progress)
+        self.capture_sizes = sorted({*self.capture_sizes, *wanted})
+
+    def replay(self, num_reqs: int, steps: int = 1) -> None:
+        """Run `steps` steps of the staged batch, each on what the one before left in `inputs`; waits for nothing.
+
+        The smallest captured size that fits is replayed; without one the steps run eagerly.
+
+        Raises:
+            RuntimeError: before capture and after close. ValueError: for more rows than the inputs have.
+        """
+        for _ in range(steps):
+            recording = self._recordings.replay("step", num_reqs)
+            if recording is not None:
+                self.outputs = recording.outputs
+            elif num_reqs > 0:
+                self.run(num_reqs)
+
+    def replay_dummy(self, num_reqs: int, *, dcp: bool = False) -> None:
+        """Run one step on dummy rows, as an idle rank must; the staged step is put back and nothing else changes."""
+        with self.inputs.kept():
+            dummy_inputs(self.inputs, num_reqs, dcp=dcp)
+            self.replay(num_reqs)
+
+    def run(self, num_reqs: int) -> None:
+        """Launch one step of the staged batch from Python, without a recording.
+
+        Inside somebody's own recording this is the way to make the step a part of it.
+        """
+        with torch.no_grad():
+            self.outputs = self._run(num_reqs)
+
+    @property
+    def last_miss_reason(self) -> str | None:
+        """Why the last step that found no recording ran eagerly; None as long as none did."""
+        return self._recordings.last_miss_reason
+
+    def memory(self) -> GraphMemory:
+        """Bytes of each graph and in total, next to the forecast."""
+        return self._recordings.memory()
+
+    def close(self) -> None:
+        """Give the recordings' memory back. A second call does nothing."""
+        self.outputs = None
+        self._recordings.close()
+
+    def _run(self, num_reqs: int) -> tuple[Any, Sampled]:
+        rows = self._step_rows(num_reqs)
+        self._stage(num_reqs)
+        if self.flush_rows is not None:
+            drained = torch.mul(rows.state_indices, self.flush_rows[:num_reqs], out=self._drained[:num_reqs])
+            self.context.drain(drained, rows.record_rows, self.replayed)
+        outputs = self.verify(rows)
+        sampled = self.sample(rows, outputs)
+        self._check_sampled(sampled, num_reqs)
+        self._commit(rows, sampled)
+        self._advance(num_reqs, sampled)
+        return outputs, sampled
+
+    def _step_rows(self, num_reqs: int) -> StepRows:
+        rows = self._rows.get(num_reqs)
+        if rows is None:
+            # Checks the number of rows as well.
+            self.inputs.rows(num_reqs)
+            cut = cut_rows(self._staged, num_reqs)
+            rows = self._rows[num_reqs] = StepRows(
+                state_indices=cut.state_indices,
+                record_rows=cut.record_rows,
+                query_start_loc=cut.query_start_loc,
+                pending=self.replayed,
+                num_computed_tokens=cut.num_computed_tokens,
+                eager=cut.eager,
+                block_table=cut.block_table,
+                spec_query_len=self.inputs.spec_query_len,
+            )
+        return rows
+
+    def _stage(self, num_reqs: int) -> None:
+        staged, i = cut_rows(self._staged, num_reqs), self.inputs.rows(num_reqs)
+        sources = StageSources(
+            num_reqs=num_reqs,
+            state_indices=i.state_indices,
+            record_rows=i.record_rows,
+            query_start_loc=i.query_start_loc,
+            eager=i.eager,
+            num_computed_tokens=i.num_computed_tokens,
+            block_table=i.block_table,
+        )
+        begin = StepBegin(self.pending, self.replayed, self.context.stack.geometry.num_slots, self.mamba_block_size)
+        device = self.inputs.device
+        run = backends.by_device(device).stage
+        launch("graphrt.stage", run, staged, sources, begin, error_counter(device))
+
+    def _commit(self, rows: StepRows, sampled: Sampled) -> None:
+        align = self.mamba_block_size is not None
+        self.context.commit(
+            sampled.num_accepted_tokens,
+            rows.state_indices,
+            rows.query_start_loc,
+            block_table=rows.block_table if align else None,
+            num_computed_tokens=rows.num_computed_tokens if align else None,
+            mamba_block_size=self.mamba_block_size,
+            record_rows=rows.record_rows,
+            pending=self.pending,
+            eager=rows.eager,
+        )
+
+    def _advance(self, num_reqs: int, sampled: Sampled) -> None:
+        finished = sampled.finished
+        advance = Advance(
+            rows=cut_rows(self._staged, num_reqs),
+            next_rows=self.inputs.rows(self.inputs.max_num_reqs),
+            num_accepted_tokens=sampled.num_accepted_tokens,
+            query_lens=sampled.query_lens,
+            finished=finished.view(torch.uint8) if finished is not None else None,
+            spec_query_len=self.inputs.spec_query_len,
+            num_slots=self.context.stack.geometry.num_slots,
+            mamba_block_size=self.mamba_block_size,
+        )
+        run = backends.by_device(self.inputs.device).advance
+        launch("graphrt.advance", run, advance, error_counter(self.inputs.device))
+
+    def _check_sampled(self, sampled: object, num_reqs: int) -> None:
+        if not isinstance(sampled, Sampled):
+            fail("sample", "a Sampled as its result", type(sampled).__name__)
+        device = self.inputs.device
+        check_index("Sampled.num_accepted_tokens", sampled.num_accepted_tokens, num_reqs, device, exactly=True)
+        check_index("Sampled.query_lens", sampled.query_lens, num_reqs, device, exactly=True)
+        if sampled.finished is not None:
+            check_tensor("Sampled.finished", sampled.finished, (num_reqs,), (torch.bool, torch.uint8), device)
+
+
+@contextmanager
+def _random_state_kept(device: torch.device) -> Iterator[None]:
+    """Warm-up may draw random numbers; service goes on with those it would have drawn."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield

@@ -1,0 +1,340 @@
+"""Static inputs: what is staged arrives, what is not is padding, and nothing waits, allocates or is rebound."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from engine import int32
+
+from graphrt import error_counts, reset_errors
+from graphrt.capture import CaptureError, StepInputs, dummy_inputs, record
+from graphrt.capture.pinned import PinnedBlock
+from graphrt.capture.sources import NAMES, check_sources
+from graphrt.capture.static import allocate_rows
+from graphrt.errors import error_counter
+from graphrt.kernels.stage import stage_header
+
+FIELDS = (
+    "state_indices", "record_rows", "query_start_loc", "num_accepted_tokens", "eager", "num_computed_tokens",
+    "block_table",
+)  # fmt: skip
+
+
+def contents(inputs):
+    return {name: getattr(inputs, name).tolist() for name in FIELDS}
+
+
+def padding(rows, width=0):
+    return {
+        "state_indices": [0] * rows,
+        "record_rows": [-1] * rows,
+        "query_start_loc": [0] * (rows + 1),
+        "num_accepted_tokens": [0] * rows,
+        "eager": [0] * rows,
+        "num_computed_tokens": [0] * rows,
+        "block_table": [[0] * width] * rows,
+    }
+
+
+def expected(rows, width, a):
+    """What `stage(**a)` must leave, from plain lists."""
+    want, n = padding(rows, width), a["num_reqs"]
+    request = a.get("request_indices") or list(range(n))
+    for b in range(n):
+        want["state_indices"][b] = a["state_indices"][b]
+        want["record_rows"][b] = a["record_rows"][b]
+        want["num_accepted_tokens"][b] = a["num_accepted_tokens"][request[b]]
+        want["num_computed_tokens"][b] = a["num_computed_tokens"][request[b]]
+        want["eager"][b] = int(a["eager"][b])
+        want["block_table"][b] = (a["block_table"][request[b]] + [0] * width)[:width]
+    want["query_start_loc"] = [a["query_start_loc"][min(b, n)] for b in range(rows + 1)]
+    return want
+
+
+def random_arguments(rng, rows, source_width):
+    n = rng.randint(1, rows)
+    requests = n + 2
+    lengths = [rng.randint(0, 4) for _ in range(n)]
+    return {
+        "num_reqs": n,
+        "state_indices": [rng.randint(1, 50) for _ in range(n)],
+        "record_rows": rng.sample(range(rows), n),
+        "query_start_loc": [sum(lengths[:b]) for b in range(n + 1)],
+        "num_accepted_tokens": [rng.randint(0, 4) for _ in range(requests)],
+        "eager": [rng.random() < 0.5 for _ in range(n)],
+        "request_indices": rng.sample(range(requests), n),
+        "num_computed_tokens": [rng.randint(0, 99) for _ in range(requests)],
+        "block_table": [[rng.randint(1, 50) for _ in range(source_width)] for _ in range(requests)],
+    }
+
+
+def as_tensor(name, values, device):
+    return torch.tensor(values, dtype=torch.bool if name == "eager" else torch.int32, device=device)
+
+
+def strided(t):
+    """The same values as every third entry of a tensor that is otherwise poison (B51)."""
+    wide = torch.full((t.shape[0] * 3, *t.shape[1:]), 77, dtype=torch.int32).to(t.device, t.dtype)
+    wide[::3] = t
+    return wide[::3]
+
+
+FORMS = {
+    "lists": lambda name, values, device: values,
+    "tuples": lambda name, values, device: values if name == "block_table" else tuple(values),
+    "host tensors": lambda name, values, device: as_tensor(name, values, "cpu"),
+    "strided host tensors": lambda name, values, device: strided(as_tensor(name, values, "cpu")),
+    "device tensors": as_tensor,
+    "strided device tensors": lambda name, values, device: strided(as_tensor(name, values, device)),
+    "transposed table": lambda name, values, device: (
+        as_tensor(name, values, device).t().contiguous().t() if name == "block_table" else values
+    ),
+    "mixed": lambda name, values, device: values if len(name) % 2 else as_tensor(name, values, device),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("source_width", [2, 5, 0])
+def test_every_kind_of_source_stages_the_same(device, form, source_width):
+    """Lists, host and device tensors of any stride arrive alike, over batches that grow and shrink (B02, B05)."""
+    rng, inputs = random.Random(form), StepInputs(6, 4, device, block_table_width=3)
+    reset_errors(device)
+    for _ in range(12):
+        arguments = random_arguments(rng, 6, source_width)
+        inputs.stage(
+            **{k: v if k == "num_reqs" else FORMS[form](k, v, device) for k, v in arguments.items()},
+        )
+        assert contents(inputs) == expected(6, 3, arguments)
+    assert not any(error_counts(device).values())
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "device" not in form])
+def test_a_block_of_host_values_stages_the_same(form):
+    """What the ring writes on a GPU, staged here by the interpreted kernel: values and header, growth included."""
+    rng, block = random.Random(form), PinnedBlock(6, pin=False)
+    for _ in range(12):
+        arguments = random_arguments(rng, 6, rng.choice([0, 2, 5]))
+        _, staged = allocate_rows(6, 3, torch.device("cpu"))
+        values = tuple(FORMS[form](name, arguments[name], "cpu") for name in NAMES)
+        checked = check_sources(values, arguments["num_reqs"], torch.device("cpu"), torch.zeros(1))
+        block.write(arguments["num_reqs"], checked)
+        stage_header(staged, block.header, error_counter("cpu"))
+        assert contents(staged) == expected(6, 3, arguments)
+    with pytest.raises(ValueError, match=r"^record_rows: expected a tensor or a sequence of 32-bit ints, got list"):
+        block.write(1, [[1], [2**31], None, None, None, None, None, None])
+
+
+def test_nothing_of_a_larger_batch_stays(device):
+    """After 4 rows, one row: offsets are constant from row 1 on, and rows 1 to 3 lead to the scratch row (B05)."""
+    inputs = StepInputs(4, 4, device)
+    inputs.stage(
+        num_reqs=4, state_indices=[1, 2, 3, 4], record_rows=[0, 1, 2, 3], query_start_loc=[0, 4, 8, 12, 16],
+        num_accepted_tokens=[4, 4, 4, 4], eager=[1, 1, 1, 1],
+    )  # fmt: skip
+    inputs.stage(
+        num_reqs=1, state_indices=[5], record_rows=[0], query_start_loc=[0, 2, 9, 9, 9], num_accepted_tokens=[1, 3, 3]
+    )
+    assert inputs.state_indices.tolist() == [5, 0, 0, 0]
+    assert inputs.record_rows.tolist() == [0, -1, -1, -1]
+    assert inputs.query_start_loc.tolist() == [0, 2, 2, 2, 2]
+    assert inputs.num_accepted_tokens.tolist() == [1, 0, 0, 0]
+    assert inputs.eager.tolist() == [0, 0, 0, 0]
+
+
+def test_what_is_omitted_is_padding_in_every_row(device):
+    """Arguments left out do not keep their last values; new inputs and an empty batch are all padding."""
+    inputs = StepInputs(3, 4, device, block_table_width=2)
+    assert contents(inputs) == padding(3, 2)
+    inputs.stage(**random_arguments(random.Random(1), 3, 2))
+    inputs.stage(num_reqs=2, record_rows=[1, 0])
+    assert contents(inputs) == padding(3, 2) | {"record_rows": [1, 0, -1]}
+    inputs.stage(**random_arguments(random.Random(2), 3, 2))
+    inputs.stage(num_reqs=0)
+    assert contents(inputs) == padding(3, 2)
+
+
+def test_a_padding_row_among_live_rows_gathers_nothing(device):
+    """A row without slot and record row takes no count and no block, wherever its request points (B14)."""
+    inputs = StepInputs(3, 4, device, block_table_width=2)
+    inputs.stage(
+        num_reqs=3, state_indices=[3, 0, 4], record_rows=[0, -1, 1], query_start_loc=[0, 1, 1, 2], eager=[1, 1, 0],
+        num_accepted_tokens=[1, 2, 3], num_computed_tokens=[7, 8, 9], block_table=[[3, 3], [4, 4], [5, 5]],
+    )  # fmt: skip
+    assert inputs.num_accepted_tokens.tolist() == [1, 0, 3]
+    assert inputs.num_computed_tokens.tolist() == [7, 0, 9]
+    assert inputs.block_table.tolist() == [[3, 3], [0, 0], [5, 5]]
+    assert inputs.eager.tolist() == [1, 0, 0]
+
+
+def test_a_request_out_of_range_has_accepted_nothing(device):
+    """A request index that no source covers gives zeros, never a stranger's values, and is counted."""
+    inputs = StepInputs(2, 4, device, block_table_width=1)
+    reset_errors(device)
+    inputs.stage(
+        num_reqs=2, state_indices=[1, 2], record_rows=[0, 1], query_start_loc=[0, 4, 8], request_indices=[2, -1],
+        num_accepted_tokens=[3, 3], block_table=[[5], [6], [7]],
+    )  # fmt: skip
+    assert inputs.num_accepted_tokens.tolist() == [0, 0]
+    assert inputs.block_table.tolist() == [[0], [0]]
+    assert error_counts(device)["request"] == 2
+
+
+def test_the_caller_may_overwrite_its_buffer_after_staging(device):
+    """Staging takes the values in stream order: what the caller writes afterwards belongs to the next step (B54)."""
+    inputs, accepted = StepInputs(2, 4, device), int32([3, 2], device)
+    inputs.stage(num_reqs=2, state_indices=[1, 2], record_rows=[0, 1], num_accepted_tokens=accepted)
+    accepted.fill_(0)
+    assert inputs.num_accepted_tokens.tolist() == [3, 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+def test_steps_are_queued_without_a_wait(on_device):
+    """Steps staged behind a busy device all arrive with their own values, far more than the ring has blocks (B55)."""
+    inputs, rng, copies, want = StepInputs(6, 4, "cuda", block_table_width=3), random.Random(3), [], []
+    steps = [random_arguments(rng, 6, 3) for _ in range(30)]
+    keep = [{k: as_tensor(k, v, "cuda") for k, v in a.items() if k != "num_reqs"} if on_device else a for a in steps]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    for number, (arguments, given) in enumerate(zip(steps, keep, strict=True)):
+        inputs.stage(**{**given, "num_reqs": arguments["num_reqs"]})
+        copies.append({name: getattr(inputs, name).clone() for name in FIELDS})
+        want.append(expected(6, 3, arguments))
+        if number == 6:
+            assert not torch.cuda.current_stream().query(), "staging waited for the device"
+    for got, wanted in zip(copies, want, strict=True):
+        assert {name: t.tolist() for name, t in got.items()} == wanted
+
+
+@pytest.mark.gpu
+def test_a_long_host_list_grows_its_block():
+    """More requests than rows, and a block table from the host, fit as well, in every block of the ring."""
+    inputs = StepInputs(2, 4, "cuda", block_table_width=2)
+    for step in range(20):
+        counts = list(range(step, step + 500))
+        table = torch.arange(1000, dtype=torch.int32).view(500, 2) + step
+        inputs.stage(
+            num_reqs=1, state_indices=[1], record_rows=[0], request_indices=[499], num_accepted_tokens=counts,
+            block_table=table,
+        )  # fmt: skip
+        assert inputs.num_accepted_tokens.tolist() == [499 + step, 0]
+        assert inputs.block_table.tolist() == [[998 + step, 999 + step], [0, 0]]
+
+
+def test_buffers_cannot_be_rebound(device):
+    """The fields are frozen, and their addresses never change (B04)."""
+    inputs = StepInputs(4, 4, device, block_table_width=2)
+    before = {name: getattr(inputs, name).data_ptr() for name in FIELDS}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        inputs.state_indices = torch.zeros(4, dtype=torch.int32)
+    for seed in range(3):
+        inputs.stage(**random_arguments(random.Random(seed), 4, 2))
+    assert {name: getattr(inputs, name).data_ptr() for name in FIELDS} == before
+
+
+def test_rows_are_views_of_the_static_buffers(device):
+    """Cut to n rows, the tensors share memory with the buffers and are the same objects every time."""
+    inputs = StepInputs(4, 4, device, block_table_width=2)
+    for n in (1, 3, 4):
+        rows = inputs.rows(n)
+        assert rows is inputs.rows(n)
+        assert rows.query_start_loc.shape == (n + 1,) and rows.block_table.shape == (n, 2)
+        for name in FIELDS:
+            assert getattr(rows, name).data_ptr() == getattr(inputs, name).data_ptr()
+    for n in (0, 5):
+        with pytest.raises(ValueError, match=rf"^num_reqs: expected 1\.\.4 .*got {n}"):
+            inputs.rows(n)
+
+
+REFUSED = {
+    "num_reqs: expected 0..3 (max_num_reqs), got 4": {"num_reqs": 4},
+    "state_indices: expected at least 2 entries, got 1": {"num_reqs": 2, "state_indices": [1]},
+    "query_start_loc: expected at least 3 entries, got 2": {"num_reqs": 2, "query_start_loc": [0, 1]},
+    "num_accepted_tokens: expected at least 2 requests, got 1": {"num_reqs": 2, "num_accepted_tokens": [1]},
+    "record_rows: expected [rows] int32, got [2] int64": {"num_reqs": 2, "record_rows": torch.tensor([0, 1])},
+    "eager: expected [rows] bool or uint8, got [2] int32": {"num_reqs": 2, "eager": torch.zeros(2, dtype=torch.int32)},
+    "block_table: expected [requests, width] int32, got [2] int32": {
+        "num_reqs": 2,
+        "block_table": torch.zeros(2, dtype=torch.int32),
+    },
+    "state_indices: expected a tensor or a sequence of 32-bit ints, got list": {"num_reqs": 1, "state_indices": [1.5]},
+    "record_rows: expected a tensor or a sequence of 32-bit ints, got list": {"num_reqs": 1, "record_rows": [2**31]},
+    "request_indices: expected a tensor or a sequence of 32-bit ints, got int": {"num_reqs": 1, "request_indices": 3},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_bad_arguments_are_named(device, message):
+    """The error names the argument, what was expected and what came, and nothing is staged."""
+    inputs = StepInputs(3, 4, device, block_table_width=2)
+    arguments = random_arguments(random.Random(1), 3, 2)
+    inputs.stage(**arguments)
+    with pytest.raises(ValueError) as caught:
+        inputs.stage(**REFUSED[message])
+    assert str(caught.value).startswith(message)
+    assert contents(inputs) == expected(3, 2, arguments)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_the_static_buffers_are_no_source(device, name):
+    """A view of the buffers themselves is refused: rows would be read after they are overwritten."""
+    inputs = StepInputs(3, 4, device, block_table_width=2)
+    with pytest.raises(ValueError, match=f"^{name}: expected a tensor of the caller's, got a view of the static"):
+        inputs.stage(num_reqs=1, **{name: getattr(inputs, name)[1:]})
+
+
+def test_bad_sizes_are_named(device):
+    for name, value in (("max_num_reqs", 0), ("spec_query_len", 0), ("block_table_width", -1)):
+        with pytest.raises(ValueError, match=f"^{name}: expected at least"):
+            StepInputs(**{"max_num_reqs": 2, "spec_query_len": 2, "device": device, name: value})
+
+
+def test_host_values_do_not_enter_a_recording(device):
+    """Lists (and host tensors, on a GPU) would be frozen; the error says what to do instead."""
+    inputs = StepInputs(3, 4, device)
+    with pytest.raises(CaptureError, match="call stage before replay"):
+        record(lambda: inputs.stage(num_reqs=1, state_indices=[1]), device=device, warmup=0)
+    inputs.stage(num_reqs=1, state_indices=[2], record_rows=[1])
+    assert inputs.state_indices.tolist() == [2, 0, 0]
+
+
+def test_a_recorded_staging_reads_live_device_tensors(device):
+    """From device tensors staging is one launch of a recording, which reads them at every replay (B01)."""
+    inputs = StepInputs(3, 4, device)
+    slots, rows, offsets = int32([1, 2], device), int32([0, 1], device), int32([0, 1, 2], device)
+
+    def step():
+        inputs.stage(num_reqs=2, state_indices=slots, record_rows=rows, query_start_loc=offsets)
+
+    recording = record(step, device=device)
+    assert recording.num_nodes == 1
+    for values in ([3, 4], [5, 6]):
+        slots.copy_(int32(values, device))
+        inputs.stage(num_reqs=0)
+        recording.replay()
+        assert inputs.state_indices.tolist() == [*values, 0]
+        assert inputs.query_start_loc.tolist() == [0, 1, 2, 2]
+
+
+def test_dummies_are_padding_or_look_live(device):
+    """Plain dummies are padding; with dcp they have slots 0, 1, ..., full windows and record rows -1."""
+    inputs = StepInputs(4, 3, device, block_table_width=2)
+    inputs.stage(**random_arguments(random.Random(1), 4, 2))
+    dummy_inputs(inputs, 3)
+    assert contents(inputs) == padding(4, 2)
+    dummy_inputs(inputs, 3, dcp=True)
+    assert contents(inputs) == padding(4, 2) | {
+        "state_indices": [0, 1, 2, 0],
+        "query_start_loc": [0, 3, 6, 9, 9],
+    }
+
+
+def test_a_kept_step_comes_back_even_after_an_error(device):
+    inputs = StepInputs(4, 3, device, block_table_width=2)
+    arguments = random_arguments(random.Random(1), 4, 2)
+    inputs.stage(**arguments)
+    with pytest.raises(KeyError), inputs.kept():
+        dummy_inputs(inputs, 4, dcp=True)
+        raise KeyError
+    assert contents(inputs) == expected(4, 2, arguments)
