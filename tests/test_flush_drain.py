@@ -22,6 +22,7 @@ def pending_pool(target, **changes):
 @pytest.mark.parametrize("fold", ["flush", "drain"])
 def test_a_fold_brings_states_and_histories_up_to_date(backend_device, fold, engine_layout):
     """Rows of the call are the oracle's; rows outside it, padding, null and dummy rows change nothing."""
+    backend_device.spare(engine_layout != (fold == "drain"))
     pool, truths = pending_pool(backend_device, engine_layout=engine_layout)
     before = Snapshot(pool)
     slots, rows = pool.int32([5, 0, 9, 2, 7], wide=True), pool.int32([3, -1, 0, -1, -1], wide=True)
@@ -80,7 +81,7 @@ def test_a_flush_prepares_a_stock_verify(backend_device):
     """Flush, stock verify and a commit that rewrites pending are one step, and a deferred verify may follow
     it.
     """
-    pool, truths = pending_pool(backend_device)
+    pool, truths = pending_pool(backend_device, layers=1)
     for deferred in (False, True, False, True):
         batch = Batch(pool, [Row(5, 3, 4), Row(9, 0, 2), Row(2, 1, 0)])
         if not deferred:

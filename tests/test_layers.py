@@ -34,6 +34,7 @@ def test_every_layer_is_folded_with_its_own_parameters(backend_device):
 @pytest.mark.parametrize("kind", [KDARecoverSSMCommitContext, KDADeferredCommitContext])
 def test_an_engines_own_layers_serve(backend_device, engine_layout, kind):
     """Objects with the required attributes alone work: W comes from `conv_width`, or from hist = C - Q + 1."""
+    backend_device.spare(engine_layout != (kind is KDARecoverSSMCommitContext))
     pool = Pool(backend_device, backend_device.shape(layers=2, engine_layout=engine_layout))
     width = {} if engine_layout else {"conv_width": pool.shape.width}
     pool.context = kind.create(

@@ -51,12 +51,15 @@ def test_pending_and_generation_are_static_tensors_of_the_device():
 
 
 def test_a_reused_row_starts_with_nothing_pending_and_a_new_generation():
-    """The count of the request before is gone, and the generation tells the two apart."""
+    """The count of the request before is gone, also one committed late, and the generation tells the two
+    apart.
+    """
     slots = RecordSlots(1, CPU)
     row = slots.admit("a")
     first = slots.generation[row].item()
     slots.pending[row] = 3
     slots.release("a")
+    slots.pending[row] = 2
     assert slots.admit("b") == row
     assert slots.pending[row] == 0
     assert slots.generation[row].item() != first
