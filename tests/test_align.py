@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from rig import Batch, Pool, Row, Snapshot, commit, drain, same_bytes, verify
+from rig import Pool, Snapshot, same_bytes
+from steps import Batch, Row, commit, drain, verify
 from truth import Truth, check_step
 
 from graphrt import align_eager_mask, align_state_indices
@@ -78,8 +79,7 @@ def test_a_step_ends_in_the_block_of_its_last_token(
     backend_device, size, position, tokens, accepted, how, engine_layout
 ):
     """Final and boundary blocks hold the oracle's states and histories; every other block keeps its bytes."""
-    if engine_layout and backend_device.backend != "torch" and how == "folded":
-        pytest.skip("the same kernels as for an eager row")
+    backend_device.spare(engine_layout != (how == "eager row"))
     shape = backend_device.shape(layers=1, heads=1, engine_layout=engine_layout)
     pool = Pool(backend_device, shape)
     request = begin(pool, 3, [8, 4, 10, 2], position, size)
@@ -174,6 +174,7 @@ def test_the_plan_folds_a_row_that_the_mask_missed(backend_device, given):
 )
 def test_source_boundary_and_final_block_may_coincide(backend_device, source, table, accepted, deferred, engine_layout):
     """Each program reads all it needs of a slot before it writes, whichever two of the three blocks are one."""
+    backend_device.spare(engine_layout != deferred)
     shape = backend_device.shape(layers=1, heads=1, head_dim=64, engine_layout=engine_layout)
     pool = Pool(backend_device, shape)
     pool.fill(source)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from rig import Batch, Pool, Row, Snapshot, Target, commit, conv_verify, core_verify, verify
+from rig import Pool, Snapshot, Target
+from steps import Batch, Row, commit, conv_verify, core_verify, verify
 from truth import run_step, start
 
 CPU = Target("torch", "cpu")
@@ -130,6 +131,19 @@ def test_unchecked_calls_read_no_values(monkeypatch):
         pool, _ = checked_pool({})
         core_verify(Batch(pool, [Row(3, 0, 4), Row(HUGE, 1, 4)]), 0, deferred=True)
         assert set(pool.errors()) == {"slot"}
+
+
+def test_the_environment_is_read_at_every_call(monkeypatch):
+    """A context made without checks raises while `GRAPHRT_CHECK` is 1, and clamps before and after."""
+    pool, _ = checked_pool({})
+    batch = Batch(pool, [Row(3, 0, 4), Row(HUGE, 1, 4)])
+    verify(batch)
+    monkeypatch.setenv("GRAPHRT_CHECK", "1")
+    assert_named(lambda: commit(batch, [1, 1]), "state_indices", str(HUGE))
+    assert_named(lambda: verify(batch), "state_indices", str(HUGE))
+    monkeypatch.delenv("GRAPHRT_CHECK")
+    commit(batch, [1, 1])
+    assert pool.pending.tolist() == [1, 3, 0, 0, 0, 0]
 
 
 def test_a_second_verify_of_the_same_records_without_a_commit_is_a_wrong_order(checked):

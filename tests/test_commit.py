@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from rig import Batch, Pool, Row, Snapshot, commit, drain, same_bytes, verify
+from rig import Pool, Snapshot, same_bytes
+from steps import Batch, Row, commit, drain, verify
 from truth import check_step, run_step, start
 
 LAYOUTS = pytest.mark.parametrize("engine_layout", [False, True], ids=["hist+Q", "hist+Q-1"])
@@ -21,6 +22,7 @@ def test_a_commit_without_pending_folds_every_accepted_count(backend_device, eng
     """State and history are the oracle's after 0..Q accepted tokens; no pending entry and no stranger
     changes.
     """
+    backend_device.spare(engine_layout and lower_bound is None)
     pool = Pool(backend_device, backend_device.shape(engine_layout=engine_layout, lower_bound=lower_bound))
     slots, rows = six_counts(pool)
     truths = start(pool, slots)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from rig import Batch, Pool, Row, Snapshot, commit, conv_verify, same_bytes, verify
+from rig import Pool, Snapshot, same_bytes
+from steps import Batch, Row, commit, conv_verify, verify
 from truth import check_step, run_step, start
 
 BOTH = pytest.mark.parametrize("deferred", [False, True], ids=["stock", "deferred"])

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from rig import Batch, Pool, Row, Snapshot, Target, loose, paged
+from rig import Pool, Snapshot, Target, loose, paged
+from steps import Batch, Row
 from truth import start
 
 from graphrt import (

@@ -1,7 +1,8 @@
 """Flush, drain and the step object: when pending is folded outside a verify, and how often."""
 
 import pytest
-from rig import Batch, Pool, Row, Snapshot, commit, drain, same_bytes, verify
+from rig import Pool, Snapshot, same_bytes
+from steps import Batch, Row, commit, drain, verify
 from truth import Truth, run_step, start
 
 from graphrt import KDARecoverSSMDeferred

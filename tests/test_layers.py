@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from rig import Batch, Pool, Row, Target, commit, core_verify, drain, loose, verify
+from rig import Pool, Target, loose
+from steps import Batch, Row, commit, core_verify, drain, verify
 from truth import Truth, check_step, run_step, start
 
 from graphrt import (

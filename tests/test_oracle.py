@@ -3,7 +3,8 @@
 import pytest
 import torch
 from oracle import Request, Window, gate, relative_error, unit
-from rig import Shape, Tokens, make_params
+from rig import Shape, make_params
+from steps import Tokens
 
 
 def request_and_window(lower_bound, n=6):

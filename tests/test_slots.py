@@ -4,7 +4,8 @@ import random
 
 import pytest
 import torch
-from rig import Batch, Pool, Row, drain, same_bytes
+from rig import Pool, same_bytes
+from steps import Batch, Row, drain
 from truth import run_step, start
 
 from graphrt import RecordSlots

@@ -19,9 +19,10 @@ import random
 from dataclasses import dataclass, field
 from typing import Any
 
-import rig
+import steps
 import torch
-from rig import Batch, Pool, Row, Verified
+from rig import NAN, Pool
+from steps import Batch, Row, Verified
 from torch import Tensor
 from truth import Truth, check_step
 
@@ -103,7 +104,7 @@ class Trace:
             row = self.ledger.admit(self.names)
             for layer in range(self.pool.shape.layers):
                 records = self.pool.records(layer)
-                records.correction[row] = records.key_gate[row] = rig.NAN
+                records.correction[row] = records.key_gate[row] = NAN
             position = self._start()
             table = self._take_blocks(0 if self.block_size is None else max(position - 1, 0) // self.block_size)
             self.pool.fill(table[-1], zero=position == 0)
@@ -155,7 +156,7 @@ class Trace:
 
     def _drain(self, chosen: list[Live]) -> None:
         """Fold what these requests have pending; their states are the oracle's at once."""
-        rig.drain(self.pool, [r.slot(self.block_size) for r in chosen], [r.row for r in chosen])
+        steps.drain(self.pool, [r.slot(self.block_size) for r in chosen], [r.row for r in chosen])
         for live in chosen:
             live.pending = 0
             live.truth.assert_state(self.pool, live.slot(self.block_size))
@@ -181,9 +182,9 @@ class Trace:
         if policy == "all_eager":
             eager = torch.ones(len(members), dtype=torch.uint8, device=pool.device)
         if policy == "eager":
-            rig.commit(batch, requests, deferred=False, **metadata)
+            steps.commit(batch, requests, deferred=False, **metadata)
         else:
-            rig.commit(batch, requests, eager=eager, **metadata)
+            steps.commit(batch, requests, eager=eager, **metadata)
         self._settle(members, start, policy, eager)
 
     def _members(self) -> list[Member]:
@@ -266,7 +267,7 @@ class Trace:
             step.flush()
         if policy == "eager":
             pool.context.drain(batch.state_indices, batch.record_rows, pool.pending)
-        return rig.verify(batch, deferred=policy in ("deferred", "all_eager"))
+        return steps.verify(batch, deferred=policy in ("deferred", "all_eager"))
 
     def _log_outputs(self, members: list[Member], batch: Batch, results: list[Verified]) -> None:
         for b, m in enumerate(members):

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from oracle import Outputs, Request, Window, relative_error
-from rig import Batch, Pool, Target, Verified, commit, on_cpu, same_bytes, verify
+from rig import Pool, Target, on_cpu, same_bytes
+from steps import Batch, Verified, commit, verify
 from torch import Tensor
 
 # Relative norm of a state, correction or FP32 output against float64, per window. A state in 16 bits is
@@ -45,7 +46,7 @@ class Truth:
 
     def __init__(self, pool: Pool, slot: int, position: int = 0):
         self.pool_dtype, self.windows = pool.shape.pool, 0
-        self.slack = 2.0 if pool.target.interpreted and pool.shape.pool == torch.bfloat16 else 1.0
+        self.cuts_bf16 = pool.target.interpreted
         stored = pool.shape.pool if pool.shape.pool in SIXTEEN_BIT else None
         self.exact, self.plain = (
             [
@@ -63,8 +64,11 @@ class Truth:
     @property
     def floor(self) -> float:
         """Tolerance of the state: the promise per window, growing to 1e-5 and no further."""
-        floor = FLOOR[self.pool_dtype] * self.slack
+        floor = self._floor(self.pool_dtype)
         return min(floor * max(1, self.windows), 5 * floor)
+
+    def _floor(self, dtype: torch.dtype) -> float:
+        return FLOOR[dtype] * (2.0 if self.cuts_bf16 and dtype == torch.bfloat16 else 1.0)
 
     def step(self, windows: list[Window], accepted: int) -> list[tuple[Outputs, Outputs]]:
         """Outputs of a window per layer, exact and in FP32; then advance."""
@@ -92,7 +96,7 @@ class Truth:
         if out.dtype in SIXTEEN_BIT and self.pool_dtype not in SIXTEEN_BIT:
             assert_rounded(out, exact.out, f"out, {where}", batch.pool.target)
         else:
-            assert_near(out, exact.out, plain.out, max(floor, FLOOR[out.dtype]), f"out, {where}")
+            assert_near(out, exact.out, plain.out, max(floor, self._floor(out.dtype)), f"out, {where}")
         if conv.dtype in SIXTEEN_BIT:
             assert_rounded(conv, exact.conv, f"conv, {where}", batch.pool.target)
         else:
