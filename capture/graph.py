@@ -6,6 +6,7 @@ import gc
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,8 @@ from graphrt.capture.shadow import tensors_in
 from graphrt.capture.topology import Edge, GraphNode, Topology
 
 _one_capture_at_a_time = threading.Lock()
+# Open recordings in each shared pool that has had one. At zero torch retires the pool and will not take it again.
+_users: dict[tuple[int, ...], int] = {}
 # Broken-off graphs that keep a shared pool alive until a recording in it succeeds, by pool.
 _placeholders: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
 
@@ -59,6 +62,11 @@ def _capture(
     fn: Callable[[], Any], stream: torch.cuda.Stream, pool: Any, name: str, bindings: Bindings | None
 ) -> Recording:
     shared_pool = pool
+    if shared_pool is not None and _users.get(tuple(shared_pool)) == 0:
+        raise CaptureError(
+            f"recording {name!r}: torch has retired this pool, for the last recording in it was closed; "
+            "keep one open, or take a new torch.cuda.graph_pool_handle()"
+        )
     pool = pool or torch.cuda.graph_pool_handle()
     before_bytes = pool_bytes(pool) if shared_pool else 0
     watch = CaptureWatch(
@@ -100,7 +108,12 @@ def _capture(
     _let_go(shared_pool)
     if bindings is not None:
         bindings.drop(pool_ranges(pool))
-    return GraphRecording(name, outputs, num_nodes, pool_bytes(pool) - before_bytes, graph, fn, tuple(watch.stages))
+    recording = GraphRecording(
+        name, outputs, num_nodes, pool_bytes(pool) - before_bytes, graph, fn, tuple(watch.stages)
+    )
+    if shared_pool is not None:
+        recording.count_as_user(tuple(shared_pool))
+    return recording
 
 
 def _watched(fn: Callable[[], Any], watch: CaptureWatch) -> Any:
@@ -176,6 +189,10 @@ def _let_go(shared_pool: Any) -> None:
         placeholder.reset()
 
 
+def _leave(pool: tuple[int, ...]) -> None:
+    _users[pool] -= 1
+
+
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
     """Collect before a capture and not during one: destroying an old graph or module would spoil it."""
@@ -207,6 +224,12 @@ class GraphRecording(Recording):
         # The graph holds addresses only; what the function closes over keeps the tensors and kernels alive.
         self._fn: Callable[[], Any] | None = fn
         self._stages = stages
+        self._leave_pool: weakref.finalize[..., Any] | None = None
+
+    def count_as_user(self, pool: tuple[int, ...]) -> None:
+        """This recording keeps a shared pool alive, until it is closed or collected."""
+        _users[pool] = _users.get(pool, 0) + 1
+        self._leave_pool = weakref.finalize(self, _leave, pool)
 
     def _replay(self) -> None:
         self._graph.replay()
@@ -215,6 +238,8 @@ class GraphRecording(Recording):
         # A launch may still be running.
         torch.cuda.synchronize()
         self._graph.reset()
+        if self._leave_pool is not None:
+            self._leave_pool()
         self._graph, self._fn = None, None
 
     def _topology(self) -> Topology:

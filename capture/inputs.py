@@ -11,6 +11,7 @@ from torch import Tensor
 from graphrt import backends
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.pinned import PinnedRing
+from graphrt.capture.recording import is_under_way
 from graphrt.capture.sources import NAMES, Source, as_tensor, check_sources
 from graphrt.capture.static import allocate_rows, cut_rows
 from graphrt.errors import canonical, error_counter
@@ -165,6 +166,9 @@ def dummy_inputs(inputs: StepInputs, num_reqs: int, *, dcp: bool = False) -> Non
 
 
 def _is_recording(ring: PinnedRing | None) -> bool:
+    """Inside a recording, its warm-up included, and inside a capture that somebody else began."""
+    if is_under_way():
+        return True
     return is_recording() if ring is None else torch.cuda.is_current_stream_capturing()
 
 

@@ -32,6 +32,11 @@ def under_way(name: str) -> Iterator[None]:
         _under_way.reset(token)
 
 
+def is_under_way() -> bool:
+    """Whether this thread is inside `record`: in a warm-up run, or in the recording itself."""
+    return _under_way.get() is not None
+
+
 class Recording(ABC):
     """A recorded function: `replay` runs it again on the tensors it was recorded with.
 

@@ -18,6 +18,9 @@ def x():
     return torch.zeros(256, device="cuda")
 
 
+in_shared_pools = []
+
+
 def assert_cuda_works_on(pool=None):
     """Nothing is capturing, and capturing, replaying, random numbers and memory all work as ever."""
     assert not torch.cuda.is_current_stream_capturing()
@@ -25,7 +28,8 @@ def assert_cuda_works_on(pool=None):
     recording = record(lambda: t.add_(1) * 2, device="cuda", warmup=0, pool=pool)
     recording.replay()
     assert recording.outputs.tolist() == [2.0] * 64
-    recording.close()
+    # torch retires a shared pool with its last recording.
+    recording.close() if pool is None else in_shared_pools.append(recording)
     assert torch.rand(4, device="cuda").max().item() < 1
 
 
@@ -102,6 +106,17 @@ def test_a_host_wait_fails_the_capture_and_leaves_cuda_usable(x, wait, shared):
         record(step, device="cuda", warmup=0, pool=pool, name="step")
     assert x.tolist() == [0.0] * 256
     assert_cuda_works_on(pool)
+
+
+def test_a_retired_pool_is_refused_in_words(x):
+    """A pool whose last recording was closed or collected is named as the reason, before anything begins."""
+    for end in (lambda r: r.close(), lambda r: None):
+        pool = torch.cuda.graph_pool_handle()
+        end(record(lambda: x.add_(1), device="cuda", pool=pool))
+        gc.collect()
+        with pytest.raises(CaptureError, match="has retired this pool"):
+            record(lambda: x.add_(1), device="cuda", pool=pool)
+        assert_cuda_works_on()
 
 
 def test_a_python_error_in_the_function_leaves_cuda_usable(x):
