@@ -41,6 +41,8 @@ VERIFY_FAULTS = [
     pytest.param([Row(3, 0, 4), Row(4, 6, 4)], ("record_rows", "1", "6"), id="row past the records"),
     pytest.param([Row(3, 0, 4), Row(4, -2, 4)], ("record_rows", "1", "-2"), id="row below scratch"),
     pytest.param([Row(3, 1, 4), Row(4, 1, 4)], ("record_rows", "1"), id="one record row twice"),
+    pytest.param([Row(3, 0, 4), Row(3, 1, 4)], ("state_indices", "1", "3"), id="one slot twice"),
+    pytest.param([Row(3, 0, 4), Row(0, 1, 4)], ("state_indices", "1", "0"), id="record row on the null slot"),
     pytest.param([Row(3, 0, 4), Row(4, 1, 5)], ("query_start_loc", "1", "5"), id="window over Q"),
 ]
 
@@ -110,6 +112,26 @@ def test_a_checked_commit_names_a_missed_eager_row(checked):
     align = {"block_table": torch.tensor([[3, 5], [4, 6]], dtype=torch.int32), "mamba_block_size": 16}
     align["num_computed_tokens"] = pool.int32([3, 15])
     assert_named(lambda: commit(batch, [1, 1], **align), "eager", "1")
+
+
+@pytest.mark.parametrize(
+    ("table", "computed", "words"),
+    [
+        ([3, 5, 4, 6], [3, 31], "block_table"),
+        ([3, 5, 4, 0], [3, 15], "block_table"),
+        ([3, 5, 4, 6], [3, -1], "computed"),
+    ],
+    ids=["column past the table", "no block", "negative position"],
+)
+def test_a_checked_commit_names_a_destination_that_does_not_exist(checked, table, computed, words):
+    """Columns past the table, null blocks and negative positions raise with their row."""
+    pool, _ = checked_pool(checked)
+    batch = Batch(pool, [Row(3, 0, 4), Row(4, 1, 4)])
+    align = {"block_table": pool.int32(table).view(2, 2), "num_computed_tokens": pool.int32(computed)}
+    eager = torch.tensor([False, True])
+    before = Snapshot(pool)
+    assert_named(lambda: commit(batch, [1, 2], eager=eager, mamba_block_size=16, **align), words, "row 1")
+    assert before.changed() == []
 
 
 def test_a_checked_step_with_good_values_runs(checked):

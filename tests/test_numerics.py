@@ -123,6 +123,25 @@ def test_extreme_gates_stay_finite_and_exact(backend_device, log_decay, lower_bo
     truths[1].assert_state(pool, 2)
 
 
+@BOUNDS
+def test_large_raw_gates_and_betas_are_exact(backend_device, lower_bound):
+    """Raw values far out on both sides neither overflow softplus or sigmoid nor lose their slope."""
+    pool = Pool(backend_device, backend_device.shape(layers=1, heads=1, lower_bound=lower_bound))
+    # With exp(A_log) this small a raw gate of 100 still decays by less than one.
+    pool.params[0].A_log.fill_(-5.0)
+    pool.params[0].dt_bias.zero_()
+    truths = start(pool, {1: 2})
+    far = torch.tensor([-200.0, -100.0, -30.0, 15.0, 25.0, 50.0, 90.0, 100.0, 150.0, 0.0])
+    for accepted in (4, 2):
+        tokens = Tokens.random(pool.shape, 4, 0, pool.device)
+        chosen = far[torch.randint(len(far), tokens.raw_g.shape)]
+        tokens.raw_g.copy_(chosen)
+        tokens.raw_beta.copy_(torch.tensor([-100.0, -20.0, 20.0, 100.0])[:, None])
+        run_step(Batch(pool, [Row(2, 1, 4)], tokens=[tokens]), truths, [accepted])
+    drain(pool, [2], [1])
+    truths[1].assert_state(pool, 2)
+
+
 def set_gates(pool, log_decay, lower_bound):
     """Make `dt_bias` such that a raw gate of zero decays by exactly `log_decay` (in place; A_log becomes
     zero).
