@@ -8,6 +8,8 @@ A row that must not write is sent to slot 0 (null: holds no state) with the byte
 scratch record row.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,6 +31,15 @@ def tree_sum(x: Tensor) -> Tensor:
 def normalized(x: Tensor) -> Tensor:
     """x / sqrt(sum(x^2) + 1e-6) over the last dimension."""
     return x / (tree_sum(x * x) + 1e-6).sqrt()[..., None]
+
+
+def in_double(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """The function in FP64, rounded to the dtype of x.
+
+    On a CPU a vector of FP32 values and the rest behind the last vector differ in the last bit, so the bits of a value
+    would depend on its place, hence on the batch.
+    """
+    return function(x.double()).to(x.dtype)
 
 
 def decay(raw_g: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
@@ -163,7 +174,7 @@ def verify(
 
     raw_k, raw_gate = (_gather_tokens(x[0], begin, length, window) for x in (k, raw_g))
     value = _gather_tokens(v[0], begin, length, window).to(dtype)
-    beta = torch.sigmoid(_gather_tokens(raw_beta[0], begin, length, window).to(dtype))
+    beta = in_double(torch.sigmoid, _gather_tokens(raw_beta[0], begin, length, window).to(dtype))
     key = normalized(raw_k.to(dtype))
     query = normalized(_gather_tokens(q[0], begin, length, window).to(dtype)) * q.shape[-1] ** -0.5
     S = S.to(dtype)
@@ -204,7 +215,7 @@ def conv_verify(
         y = y + bias.to(dtype)[:, None]
     for w in range(hist + 1):
         y = y + weight[:, w].to(dtype)[:, None] * sequence[..., w : w + window]
-    _scatter_tokens(out, F.silu(y).transpose(1, 2).to(out.dtype), begin, length)
+    _scatter_tokens(out, in_double(F.silu, y).transpose(1, 2).to(out.dtype), begin, length)
 
     # Column c of the new state is entry c + shift of (history, inputs), up to the last input.
     shift = torch.zeros_like(length) if keeps_history else (length > 0).long()
