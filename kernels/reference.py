@@ -149,6 +149,7 @@ def _scatter_tokens(out: Tensor, values: Tensor, begin: Tensor, length: Tensor) 
     out.copy_(torch.where(covered, values[row, t], 0))
 
 
+@torch.no_grad()
 def verify(
     q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, A_log: Tensor, dt_bias: Tensor,
     lower_bound: float | None, checkpoint: Tensor, records: KDARecoverSSMRecords, rows: Rows, out: Tensor,
@@ -194,6 +195,7 @@ def verify(
     key_gate[entry] = torch.where(fresh, kept, key_gate[entry])
 
 
+@torch.no_grad()
 def conv_verify(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, keeps_history: bool, num_rows: int,
     out: Tensor, errors: Tensor,
@@ -236,6 +238,7 @@ def _history(state: Tensor, n: Tensor, hist: int, keeps_history: bool) -> Tensor
     return state.gather(2, column[:, None, :].expand(-1, state.shape[1], -1))
 
 
+@torch.no_grad()
 def compact_conv(stack: LayerStack, plan: Plan, state_indices: Tensor, align: bool) -> None:
     """Move each folded row's history to columns [0, hist) of its final slot, and of its boundary slot."""
     batch = state_indices.shape[0]
@@ -250,6 +253,7 @@ def compact_conv(stack: LayerStack, plan: Plan, state_indices: Tensor, align: bo
             conv_state[target] = torch.where(written, new, old)
 
 
+@torch.no_grad()
 def fold(stack: LayerStack, plan: Plan, state_indices: Tensor, record_rows: Tensor | None, align: bool) -> None:
     """Fold a written plan into the checkpoints of every layer."""
     batch = state_indices.shape[0]
