@@ -212,7 +212,8 @@ def _check_layer(index: int, layer: KDALayerLike, first: KDALayerLike, spec_quer
     if not isinstance(layer.kv_cache, Sequence) or len(layer.kv_cache) != 2:
         fail(f"{name}.kv_cache", "(conv_state, checkpoint)", type(layer.kv_cache).__name__)
     (conv_state, checkpoint), records = layer.kv_cache, layer.recoverssm_records
-    correction, key_gate = getattr(records, "correction", None), getattr(records, "key_gate", None)
+    correction: Any = getattr(records, "correction", None)
+    key_gate: Any = getattr(records, "key_gate", None)
     wide = torch.float64 if getattr(checkpoint, "dtype", None) == torch.float64 else torch.float32
     for field, tensor, dtypes in (
         ("kv_cache[0]", conv_state, FLOATS),

@@ -310,7 +310,7 @@ class VerifyF32(VerifyRoles):
 
     @cute.jit
     def write_zeros(self, lane: Int32, out: Int64, out_stride: Int64, indices, index_strides, limits):
-        """Warp 14: zeros for null rows, for tokens beyond Q of a row, and for tokens past the last row."""
+        """Warp 14: zeros for null rows, tokens beyond Q of a row, and tokens before the first or past the last row."""
         _, _, batch, total = limits
         block, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
@@ -324,6 +324,12 @@ class VerifyF32(VerifyRoles):
                 self.zero_token(lane, out + Int64(token) * out_stride)
                 token += 1
             b += step
+        begin = ptx.load_global(indices[2], Int32)
+        begin = cutlass.min(cutlass.max(begin, 0), total)
+        token = Int32(block)
+        while token < begin:
+            self.zero_token(lane, out + Int64(token) * out_stride)
+            token += step
         end = ptx.load_global(indices[2] + Int64(batch) * index_strides[2] * 4, Int32)
         token = cutlass.min(cutlass.max(end, 0), total) + block
         while token < total:
