@@ -24,9 +24,10 @@ from graphrt.steps import Staged, StageSources
 
 NUM_BLOCKS = 8
 HEADER_WORDS = 4 + 3 * len(NAMES)
-_HEADER_BYTES = 8 * HEADER_WORDS
+_HEADER = struct.Struct(f"={HEADER_WORDS}q")
 # More requests than any tensor holds: nothing by request was staged.
 _ANY = 2**31 - 1
+_NOTHING = [0, _ANY] + [0] * (HEADER_WORDS - 2)
 
 
 class PinnedBlock:
@@ -37,14 +38,15 @@ class PinnedBlock:
         # Room for the vectors that every step has; the rest grows when it is first needed.
         ints = 4 * (max_num_reqs + 1)
         self.header = torch.zeros(HEADER_WORDS, dtype=torch.int64, pin_memory=pin)
-        self._header = (ctypes.c_char * _HEADER_BYTES).from_address(self.header.data_ptr())
+        self._header = (ctypes.c_char * _HEADER.size).from_address(self.header.data_ptr())
         self._grow_ints(ints)
         self._tensors = torch.empty(ints, dtype=torch.int32, pin_memory=pin)
         self._bytes = torch.empty(max_num_reqs, dtype=torch.uint8, pin_memory=pin)
 
     def _grow_ints(self, ints: int) -> None:
-        self._ints = torch.empty(4 * ints, dtype=torch.uint8, pin_memory=self._pin)
-        self._int_memory = (ctypes.c_char * (4 * ints)).from_address(self._ints.data_ptr())
+        self._ints = torch.empty(ints, dtype=torch.int32, pin_memory=self._pin)
+        self._ints_at = self._ints.data_ptr()
+        self._int_memory = (ctypes.c_int * ints).from_address(self._ints_at)
 
     def write(self, num_reqs: int, sources: Sequence[Any]) -> None:
         """Put checked sources (in the order of NAMES) into the block, and say in the header where they are.
@@ -52,21 +54,24 @@ class PinnedBlock:
         Raises:
             ValueError: naming the argument that is no list of 32-bit ints.
         """
-        words = [0] * HEADER_WORDS
-        words[0], words[1] = num_reqs, _ANY
+        words = _NOTHING.copy()
+        words[0] = num_reqs
         ints: list[int] = []
         host: list[tuple[int, Tensor]] = []
+        at = self._ints_at
         for i, source in enumerate(sources):
             if source is not None:
-                _place(i, source, num_reqs, words, ints, host)
-        self._write_ints(ints, sources, words)
+                _place(i, source, num_reqs, words, at, ints, host)
+        if len(ints) > self._ints.shape[0]:
+            self._grow_ints(2 * len(ints))
+            self.write(num_reqs, sources)
+            return
+        self._write_ints(ints, sources)
         if host:
             self._write_host(host, words)
-        struct.pack_into(f"={HEADER_WORDS}q", self._header, 0, *words)
+        _HEADER.pack_into(self._header, 0, *words)
 
-    def _write_ints(self, ints: list[int], sources: Sequence[Any], words: list[int]) -> None:
-        if 4 * len(ints) > self._ints.shape[0]:
-            self._grow_ints(2 * len(ints))
+    def _write_ints(self, ints: list[int], sources: Sequence[Any]) -> None:
         try:
             struct.pack_into(f"={len(ints)}i", self._int_memory, 0, *ints)
         except struct.error:
@@ -74,10 +79,6 @@ class PinnedBlock:
                 # Raises for the one that is to blame.
                 as_tensor(i, source)
             raise
-        base = self._ints.data_ptr()
-        for i, source in enumerate(sources):
-            if i != EAGER and source is not None and not isinstance(source, Tensor):
-                words[4 + 3 * i] += base
 
     def _write_host(self, host: list[tuple[int, Tensor]], words: list[int]) -> None:
         """All int32 tensors in one concatenation; the eager mask, if it is among them, by itself."""
@@ -109,9 +110,15 @@ class PinnedBlock:
 
 
 def _place(
-    i: int, source: Any, num_reqs: int, words: list[int], ints: list[int], host: list[tuple[int, Tensor]]
+    i: int,
+    source: Any,
+    num_reqs: int,
+    words: list[int],
+    ints_at: int,
+    ints: list[int],
+    host: list[tuple[int, Tensor]],
 ) -> None:
-    """Enter one source into the header's words; host values are collected in `ints` and `host`, addresses to come."""
+    """Enter one source into the header; plain ints, which will lie at `ints_at`, and host tensors are collected."""
     plain, at = not isinstance(source, Tensor), 4 + 3 * i
     entries = num_reqs + (i == OFFSETS)
     if BY_REQUEST[i]:
@@ -119,7 +126,7 @@ def _place(
         words[1] = min(words[1], entries)
     words[at + 1], words[at + 2] = 1, entries
     if plain and i != EAGER:
-        words[at] = 4 * len(ints)
+        words[at] = ints_at + 4 * len(ints)
         ints += source if len(source) == entries else source[:entries]
         return
     on_device = not plain and not source.is_cpu

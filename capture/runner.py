@@ -9,7 +9,7 @@ from torch import Tensor
 from graphrt import checked
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
-from graphrt.checks import check_index, fail
+from graphrt.checks import check_block_size, check_index, fail
 from graphrt.context import KDARecoverSSMCommitContext
 from graphrt.steps import Commit, Staged
 
@@ -34,8 +34,7 @@ def check_parts(
         fail("inputs", f"at most {capacity} rows, the context's max_num_reqs", inputs.max_num_reqs)
     if mamba_block_size is None:
         return
-    if mamba_block_size < context.spec_query_len:
-        fail("mamba_block_size", f"at least one window, spec_query_len {context.spec_query_len}", mamba_block_size)
+    check_block_size(mamba_block_size, context.spec_query_len)
     if inputs.block_table_width < 1:
         fail("inputs", "a block_table_width of at least 1, since mamba_block_size is given", inputs.block_table_width)
 

@@ -74,7 +74,7 @@ def as_tensor(i: int, value: Any) -> Tensor | None:
     try:
         if i == TABLE:
             rows = [array("i", row).tolist() for row in value]
-            return torch.tensor(rows, dtype=torch.int32).view(len(rows), -1)
+            return torch.tensor(rows, dtype=torch.int32).view(len(rows), len(rows[0]) if rows else 0)
         ints = array("B" if i == EAGER else "i", value)
     except (TypeError, OverflowError, ValueError) as error:
         _fail_ints(i, value, error)

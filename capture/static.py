@@ -20,11 +20,12 @@ def allocate_rows(max_num_reqs: int, width: int, device: torch.device) -> tuple[
         "block_table": max_num_reqs * width,
     }
     room = [-(-size // _LINE) * _LINE for size in sizes.values()]
-    block = torch.zeros(sum(room), dtype=torch.int32, device=device)
-    views = {name: part[:size] for (name, size), part in zip(sizes.items(), torch.split(block, room), strict=True)}
-    views["eager"] = views["eager"].view(torch.uint8)[:max_num_reqs]
-    views["block_table"] = views["block_table"].view(max_num_reqs, width)
-    views["record_rows"].fill_(-1)
+    with torch.inference_mode(False):  # static rows outlive the caller's mode
+        block = torch.zeros(sum(room), dtype=torch.int32, device=device)
+        views = {name: part[:size] for (name, size), part in zip(sizes.items(), torch.split(block, room), strict=True)}
+        views["eager"] = views["eager"].view(torch.uint8)[:max_num_reqs]
+        views["block_table"] = views["block_table"].view(max_num_reqs, width)
+        views["record_rows"].fill_(-1)
     return block, Staged(**views)
 
 

@@ -111,11 +111,12 @@ class DecodeStep:
         self.mamba_block_size = mamba_block_size
         most, device = inputs.max_num_reqs, inputs.device
         self.capture_sizes = check_sizes([most] if capture_sizes is None else capture_sizes, most)
-        self.replayed = torch.zeros_like(pending, memory_format=torch.contiguous_format)
+        with torch.inference_mode(False):  # they outlive the caller's mode
+            self.replayed = torch.zeros(pending.shape, dtype=torch.int32, device=device)
+            self.flush_rows = torch.ones(most, dtype=torch.int32, device=device) if flush else None
+            self._drained = torch.zeros(most, dtype=torch.int32, device=device)
         """[R] int32: pending counts of the rows of the step that runs, `StepRows.pending`."""
-        self.flush_rows = torch.ones(most, dtype=torch.int32, device=device) if flush else None
         """[max_num_reqs] int32, 1 where the step drains a row before its verify; write into it at any time."""
-        self._drained = torch.zeros(most, dtype=torch.int32, device=device)
         self._staged = allocate_rows(most, inputs.block_table_width, device)[1]
         self._rows: dict[int, StepRows] = {}
         self._recordings = SizedRecordings({"step": self._run}, most, device)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import backends
-from .checks import check_index, check_tensor, fail
+from .checks import check_count, check_index, check_is_tensor, check_tensor
 from .launch import launch
 
 
@@ -28,10 +28,11 @@ def align_eager_mask(
     Returns:
         out.
     """
-    device, batch = query_start_loc.device, query_start_loc.shape[0] - 1
-    if mamba_block_size < 1:
-        fail("mamba_block_size", "at least 1", mamba_block_size)
+    check_is_tensor("query_start_loc", query_start_loc)
+    device = query_start_loc.device
     check_index("query_start_loc", query_start_loc, 1, device)
+    batch = query_start_loc.shape[0] - 1
+    check_count("mamba_block_size", mamba_block_size, 1)
     requests = batch if request_indices is None else 0
     check_index("num_computed_tokens", num_computed_tokens, requests, device)
     if request_indices is not None:
@@ -66,9 +67,9 @@ def align_state_indices(
     Returns:
         out.
     """
+    check_is_tensor("block_table", block_table)
     device = block_table.device
-    if mamba_block_size < 1:
-        fail("mamba_block_size", "at least 1", mamba_block_size)
+    check_count("mamba_block_size", mamba_block_size, 1)
     check_tensor("block_table", block_table, (None, None), (torch.int32,), device)
     requests = block_table.shape[0]
     check_index("num_computed_tokens", num_computed_tokens, requests, device, exactly=True)

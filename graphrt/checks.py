@@ -1,10 +1,13 @@
 """Host checks: what metadata shows is refused before anything is launched. No tensor value is read here."""
 
+import math
+from numbers import Real
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+INT32_MAX = 2**31 - 1
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -13,14 +16,36 @@ def fail(name: str, expected: object, got: object, hint: str = "") -> NoReturn:
     raise ValueError(f"{name}: expected {expected}, got {got}" + (f" ({hint})" if hint else ""))
 
 
-def check_head_dim(name: str, dim: int) -> None:
-    if dim < 16 or dim & (dim - 1):
+def check_count(name: str, value: object, at_least: int) -> None:
+    """An int that kernels take as one of 32 bits."""
+    if not isinstance(value, int):
+        fail(name, f"an int of at least {at_least}", type(value).__name__)
+    if not at_least <= value <= INT32_MAX:
+        fail(name, f"at least {at_least}" if value < at_least else f"at most {INT32_MAX}", value)
+
+
+def check_block_size(size: object, spec_query_len: int) -> None:
+    """Align mode: a window reaches one block boundary at most."""
+    if isinstance(size, int) and size < spec_query_len:
+        fail("mamba_block_size", f"at least one window, spec_query_len {spec_query_len}", size)
+    check_count("mamba_block_size", size, 1)
+
+
+def check_head_dim(name: str, dim: object) -> None:
+    if not isinstance(dim, int) or dim < 16 or dim & (dim - 1):
         fail(name, "a power of two of at least 16", dim)
 
 
-def check_lower_bound(name: str, lower_bound: float | None) -> None:
-    if lower_bound is not None and not lower_bound < 0:
-        fail(name, "below 0, or None for the softplus gate", lower_bound)
+def check_lower_bound(name: str, lower_bound: object) -> None:
+    number = isinstance(lower_bound, Real) and math.isfinite(lower_bound) and lower_bound < 0
+    if lower_bound is not None and not number:
+        fail(name, "a number below 0, or None for the softplus gate", lower_bound)
+
+
+def check_is_tensor(name: str, t: object) -> None:
+    """For what is asked about before its shape is checked."""
+    if not isinstance(t, Tensor):
+        fail(name, "a tensor", type(t).__name__)
 
 
 def check_tensor(
@@ -52,6 +77,34 @@ def check_inner(name: str, t: Tensor, dims: int) -> None:
         if size != 1 and stride != expected:
             fail(name, f"the last {dims} dimensions contiguous", f"strides {t.stride()}", "call .contiguous() on it")
         expected *= size
+
+
+def check_not_expanded(name: str, t: Tensor) -> None:
+    """Entries do not share memory, for they are written."""
+    if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
+        fail(name, "entries with memory of their own", f"strides {t.stride()}, an expanded tensor")
+
+
+def check_own_memory(name: str, t: Tensor, others: dict[str, Tensor], dim: int) -> None:
+    """No token of `t` lies over a token of the others; tokens are dimension `dim`, contiguous within."""
+    check_not_expanded(name, t)
+    begin, step, width, end = _token_bytes(t, dim)
+    for other, o in others.items():
+        other_begin, other_step, other_width, other_end = _token_bytes(o, dim)
+        if begin >= other_end or other_begin >= end:
+            continue
+        # Tokens of one packed buffer lie side by side: same step, and columns that do not meet.
+        ahead = (other_begin - begin) % step if step else 0
+        if step != other_step or ahead < width or step - ahead < other_width:
+            fail(name, "its own memory", f"that of {other}", "kernels read the inputs while they write it")
+
+
+def _token_bytes(t: Tensor, dim: int) -> tuple[int, int, int, int]:
+    """Address of the first token, bytes to the next, bytes of one, and the end."""
+    size, tokens = t.element_size(), t.shape[dim]
+    begin, step = t.data_ptr(), t.stride(dim) * size
+    width = t.numel() // max(tokens, 1) * size
+    return begin, step, width, begin + ((tokens - 1) * step + width if width else 0)
 
 
 def check_scratch_row(name: str, t: Tensor) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checked
-from .checks import check_index, check_tensor, fail
+from .checks import check_block_size, check_count, check_index, check_is_tensor, check_tensor, fail
 from .errors import error_counter
 from .launch import launch
 from .layers import KDALayerLike, LayerStack
@@ -62,9 +62,8 @@ class KDARecoverSSMCommitContext:
         Raises:
             ValueError: naming the layer and field that does not fit, or the backend that cannot run.
         """
-        for name, size in (("spec_query_len", spec_query_len), ("max_num_reqs", max_num_reqs)):
-            if size < 1:
-                fail(name, "at least 1", size)
+        check_count("spec_query_len", spec_query_len, 1)
+        check_count("max_num_reqs", max_num_reqs, 1)
         stack = LayerStack.build(
             layers,
             spec_query_len=spec_query_len,
@@ -164,6 +163,7 @@ class KDARecoverSSMCommitContext:
         Raises:
             ValueError: naming the argument, before anything is launched.
         """
+        check_index("state_indices", state_indices, 0, self.stack.device)
         if state_indices.shape[0] == 0:
             return
         commit = Commit(
@@ -199,9 +199,11 @@ class KDARecoverSSMCommitContext:
         self._fold_pending("graphrt.drain", state_indices, record_rows, pending, zero=True)
 
     def _fold_pending(self, name: str, state_indices: Tensor, record_rows: Tensor, pending: Tensor, zero: bool) -> None:
-        batch = state_indices.shape[0]
-        if batch == 0:
+        check_index("state_indices", state_indices, 0, self.stack.device)
+        if state_indices.shape[0] == 0:
             return
+        check_is_tensor("record_rows", record_rows)
+        check_is_tensor("pending", pending)
         self._check_rows(state_indices, record_rows, pending)
         if checked.enabled(self.check):
             checked.flush_values(state_indices, record_rows, pending, self.stack.geometry)
@@ -224,7 +226,6 @@ class KDARecoverSSMCommitContext:
 
     def _check_rows(self, state_indices: Tensor, record_rows: Tensor | None, pending: Tensor | None) -> None:
         device, batch, capacity = self.stack.device, state_indices.shape[0], self.commit_lens.shape[0]
-        check_index("state_indices", state_indices, batch, device)
         if batch > capacity:
             fail("state_indices", f"at most {capacity} rows (max_num_reqs)", batch)
         if record_rows is not None:
@@ -271,8 +272,7 @@ class KDARecoverSSMCommitContext:
         if c.block_table.shape[0] < requests:
             fail("block_table", f"at least {requests} requests", c.block_table.shape[0])
         check_index("num_computed_tokens", c.num_computed_tokens, requests, self.stack.device)
-        if c.mamba_block_size < self.spec_query_len:
-            fail("mamba_block_size", f"at least one window, spec_query_len {self.spec_query_len}", c.mamba_block_size)
+        check_block_size(c.mamba_block_size, self.spec_query_len)
 
 
 class KDADeferredCommitContext(KDARecoverSSMCommitContext):
@@ -330,4 +330,4 @@ class KDARecoverSSMDeferred:
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:
     """A bool mask as the bytes it is stored in: kernels take one kind."""
-    return mask.view(torch.uint8) if mask is not None and mask.dtype == torch.bool else mask
+    return mask.view(torch.uint8) if isinstance(mask, Tensor) and mask.dtype == torch.bool else mask

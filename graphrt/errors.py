@@ -58,7 +58,8 @@ def error_counter(device: torch.device | str) -> Tensor:
             raise RuntimeError(
                 f"the error counter of {device} does not exist yet: run the step once before the capture"
             )
-        _counters[device] = torch.zeros(len(ErrorKind), dtype=torch.int32, device=device)
+        with torch.inference_mode(False):  # it outlives the caller's mode
+            _counters[device] = torch.zeros(len(ErrorKind), dtype=torch.int32, device=device)
     return _counters[device]
 
 

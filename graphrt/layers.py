@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .checks import check_head_dim, check_lower_bound, fail
+from .checks import FLOATS, check_head_dim, check_is_tensor, check_lower_bound, check_not_expanded, fail
 from .records import KDARecoverSSMRecords
 from .steps import Geometry
 
@@ -169,6 +169,9 @@ def conv_history(layer: KDALayerLike, columns: int, spec_query_len: int, conv_wi
     """
     weight = getattr(layer, "conv_weight", None)
     if conv_width is None and weight is not None:
+        if not isinstance(weight, Tensor) or weight.ndim != 2:
+            shape = list(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+            fail("conv_weight", "[conv_dim, W]", shape, "or give conv_width")
         conv_width = weight.shape[1]
     if conv_width is None:
         conv_width = columns - spec_query_len + 2
@@ -187,19 +190,48 @@ def conv_history(layer: KDALayerLike, columns: int, spec_query_len: int, conv_wi
     return hist, columns == hist + spec_query_len
 
 
+_FIELDS = (
+    "kv_cache",
+    "recoverssm_records",
+    "A_log",
+    "dt_bias",
+    "local_num_heads",
+    "head_dim",
+    "gate_lower_bound",
+)
+
+
 def _check_layer(index: int, layer: KDALayerLike, first: KDALayerLike, spec_query_len: int, max_num_reqs: int) -> None:
     name = f"layers[{index}]"
+    lacking = [field for field in _FIELDS if not hasattr(layer, field)]
+    if lacking:
+        fail(name, f"an object with {', '.join(_FIELDS)}", f"a {type(layer).__name__} without {', '.join(lacking)}")
     heads, dim = layer.local_num_heads, layer.head_dim
     check_head_dim(f"{name}.head_dim", dim)
     check_lower_bound(f"{name}.gate_lower_bound", layer.gate_lower_bound)
-    conv_state, checkpoint = layer.kv_cache
-    records = layer.recoverssm_records
+    if not isinstance(layer.kv_cache, Sequence) or len(layer.kv_cache) != 2:
+        fail(f"{name}.kv_cache", "(conv_state, checkpoint)", type(layer.kv_cache).__name__)
+    (conv_state, checkpoint), records = layer.kv_cache, layer.recoverssm_records
+    correction, key_gate = getattr(records, "correction", None), getattr(records, "key_gate", None)
+    wide = torch.float64 if getattr(checkpoint, "dtype", None) == torch.float64 else torch.float32
+    for field, tensor, dtypes in (
+        ("kv_cache[0]", conv_state, FLOATS),
+        ("kv_cache[1]", checkpoint, FLOATS),
+        ("recoverssm_records.correction", correction, (wide,)),
+        ("recoverssm_records.key_gate", key_gate, FLOATS),
+        ("A_log", layer.A_log, FLOATS),
+        ("dt_bias", layer.dt_bias, FLOATS),
+    ):
+        check_is_tensor(f"{name}.{field}", tensor)
+        if tensor.dtype not in dtypes:
+            fail(f"{name}.{field}", " or ".join(map(str, dtypes)), tensor.dtype)
+        check_not_expanded(f"{name}.{field}", tensor)
     if conv_state.ndim != 3:
         fail(f"{name}.kv_cache[0]", "three dimensions [slots, conv_dim, C]", list(conv_state.shape))
     shapes = {
         "kv_cache[1]": (checkpoint, (checkpoint.shape[0], heads, dim, dim)),
-        "recoverssm_records.correction": (records.correction, (max_num_reqs, heads, spec_query_len, dim)),
-        "recoverssm_records.key_gate": (records.key_gate, (max_num_reqs, heads, spec_query_len, 2 * dim)),
+        "recoverssm_records.correction": (correction, (max_num_reqs, heads, spec_query_len, dim)),
+        "recoverssm_records.key_gate": (key_gate, (max_num_reqs, heads, spec_query_len, 2 * dim)),
     }
     for field, (tensor, expected) in shapes.items():
         rows_suffice = tensor.ndim == 4 and tensor.shape[0] >= expected[0]
@@ -209,6 +241,11 @@ def _check_layer(index: int, layer: KDALayerLike, first: KDALayerLike, spec_quer
             fail(
                 f"{name}.{field}", "contiguous within a row (only the row stride is free)", f"strides {tensor.stride()}"
             )
+    # The plan clamps slots to the checkpoints and rows to the corrections.
+    if conv_state.shape[0] < checkpoint.shape[0]:
+        fail(f"{name}.kv_cache[0]", f"at least {checkpoint.shape[0]} slots, as kv_cache[1]", conv_state.shape[0])
+    if key_gate.shape[0] != correction.shape[0]:
+        fail(f"{name}.recoverssm_records.key_gate", f"{correction.shape[0]} rows, as correction", key_gate.shape[0])
     for field, tensor, size in (("A_log", layer.A_log, heads), ("dt_bias", layer.dt_bias, heads * dim)):
         if tensor.numel() != size or not tensor.is_contiguous():
             fail(f"{name}.{field}", f"{size} contiguous values", f"{list(tensor.shape)} strides {tensor.stride()}")

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .checks import FLOATS, check_count, fail
+
 
 @dataclass(frozen=True, slots=True)
 class KDARecoverSSMRecords:
@@ -39,6 +41,9 @@ def allocate_records(
     Returns:
         `correction [R, H, Q, V]` float32 and `key_gate [R, H, Q, 2K]` `dtype`:
         `(1 + R) * H * Q * (4 V + 2 K * dtype bytes)` bytes.
+
+    Raises:
+        ValueError: naming the argument.
     """
     sizes = {
         "max_num_reqs": max_num_reqs,
@@ -47,11 +52,13 @@ def allocate_records(
         "head_dim": head_dim,
     }
     for name, size in sizes.items():
-        if size < 1:
-            raise ValueError(f"{name}: expected at least 1, got {size}")
+        check_count(name, size, 1)
+    if dtype not in FLOATS:
+        fail("dtype", "a floating dtype of 16 bits or more", dtype)
     shape = (1 + max_num_reqs, num_heads, spec_query_len)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return KDARecoverSSMRecords(
-        correction=torch.zeros((*shape, head_dim), dtype=wide, device=device)[1:],
-        key_gate=torch.zeros((*shape, 2 * head_dim), dtype=dtype, device=device)[1:],
-    )
+    with torch.inference_mode(False):  # records outlive the caller's mode
+        return KDARecoverSSMRecords(
+            correction=torch.zeros((*shape, head_dim), dtype=wide, device=device)[1:],
+            key_gate=torch.zeros((*shape, 2 * head_dim), dtype=dtype, device=device)[1:],
+        )

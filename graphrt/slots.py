@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .checked import forget_row
+from .checks import check_count
 
 
 class RecordSlots:
@@ -15,11 +16,12 @@ class RecordSlots:
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device | str) -> None:
-        if max_num_reqs < 1:
-            raise ValueError(f"max_num_reqs: expected at least 1, got {max_num_reqs}")
-        self.pending: Tensor = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        check_count("max_num_reqs", max_num_reqs, 1)
+        with torch.inference_mode(False):  # the counts outlive the caller's mode
+            pending, generation = (torch.zeros(max_num_reqs, dtype=torch.int32, device=device) for _ in range(2))
+        self.pending: Tensor = pending
         """[R] int32: records of the row that are accepted and not yet in its checkpoint."""
-        self.generation: Tensor = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self.generation: Tensor = generation
         """[R] int32: how many owners the row has had."""
         self._rows: dict[Hashable, int] = {}
         self._free = list(range(max_num_reqs - 1, -1, -1))

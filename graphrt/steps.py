@@ -74,7 +74,8 @@ class Plan:
     @classmethod
     def allocate(cls, max_num_reqs: int, device: torch.device) -> "Plan":
         """Four zeroed [max_num_reqs] int32 vectors in one allocation."""
-        return cls(*torch.zeros(4, max_num_reqs, dtype=torch.int32, device=device).unbind())
+        with torch.inference_mode(False):  # the plan outlives the caller's mode
+            return cls(*torch.zeros(4, max_num_reqs, dtype=torch.int32, device=device).unbind())
 
 
 @dataclass(frozen=True, slots=True)

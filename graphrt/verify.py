@@ -12,10 +12,14 @@ from torch import Tensor
 from . import backends, checked
 from .checks import (
     FLOATS,
+    INT32_MAX,
+    check_count,
     check_head_dim,
     check_index,
     check_inner,
+    check_is_tensor,
     check_lower_bound,
+    check_own_memory,
     check_scratch_row,
     check_tensor,
     fail,
@@ -24,8 +28,6 @@ from .errors import error_counter
 from .launch import launch
 from .records import KDARecoverSSMRecords
 from .steps import Rows
-
-INT32_MAX = 2**31 - 1
 
 
 def kda_recoverssm_verify(
@@ -63,7 +65,7 @@ def kda_recoverssm_verify(
         query_start_loc: [B + 1] int32; row b owns tokens `query_start_loc[b] .. [b + 1]`, 0 to Q of them.
         state_indices: [B] int32; a null slot gives zero outputs and touches nothing.
         spec_query_len: Q.
-        out: [1, T, H, V], else made in the dtype of v. Tokens of no live row are zero in it.
+        out: [1, T, H, V], not over q, k, v or raw_g, else made in the dtype of v. Tokens of no live row are zero in it.
         record_rows: [>= B] int32.
         backend: "auto", "fp32_deferred", "triton" or "torch".
         check: True reads and checks all values first; None leaves it to GRAPHRT_CHECK.
@@ -150,7 +152,7 @@ def kda_conv_verify(
         conv_state: [slots, conv_dim, C] (or [slots, C, conv_dim]) in the dtype of x, C = W - 1 + Q or one less.
         query_start_loc, state_indices, spec_query_len, record_rows, pending: as in the verifies. Without
             `record_rows` every live slot is written; with it, row -1 writes nothing.
-        out: [T, conv_dim], not x itself; tokens of no live row are zero in it.
+        out: [T, conv_dim], not over x; tokens of no live row are zero in it.
 
     Returns:
         out.
@@ -159,6 +161,8 @@ def kda_conv_verify(
         ValueError: naming the argument, before anything is launched.
     """
     rows = Rows(query_start_loc, state_indices, record_rows, pending, spec_query_len)
+    check_is_tensor("conv_state", conv_state)
+    check_count("spec_query_len", spec_query_len, 1)
     device = conv_state.device
     state = conv_state if conv_dim_first or conv_state.ndim != 3 else conv_state.transpose(1, 2)
     check_tensor("conv_state", state, (None, None, None), FLOATS, device)
@@ -180,8 +184,7 @@ def kda_conv_verify(
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     check_tensor("out", out, tuple(x.shape), FLOATS, device)
     check_inner("out", out, 1)
-    if x.numel() and out.data_ptr() == x.data_ptr():
-        fail("out", "its own memory", "that of x", "a token's output would overwrite the next token's input")
+    check_own_memory("out", out, {"x": x}, 0)
     num_rows = INT32_MAX if pending is None else pending.shape[0]
     if checked.enabled(check):
         checked.row_values(rows, x.shape[0], state.shape[0], num_rows)
@@ -195,9 +198,12 @@ def _verify(
     lower_bound: float | None, checkpoint: Tensor, records: KDARecoverSSMRecords, rows: Rows, out: Tensor | None,
     backend: str, check: bool | None,
 ) -> Tensor:  # fmt: skip
+    _check_activations(q, k, v, raw_g, raw_beta, checkpoint, records)
     if out is None:
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    _check_activations(q, k, v, raw_g, raw_beta, checkpoint, records, out)
+    check_tensor("out", out, tuple(v.shape), FLOATS, checkpoint.device)
+    check_inner("out", out, 2)
+    check_own_memory("out", out, {"q": q, "k": k, "v": v, "raw_g": raw_g}, 1)
     _check_parameters(A_log, dt_bias, lower_bound, checkpoint)
     _check_records(records, checkpoint, rows)
     _check_rows(rows, checkpoint.device, records.correction.shape[0])
@@ -221,8 +227,10 @@ def _run_counted(run: Callable[..., None], *args: Any) -> None:
 
 def _check_activations(
     q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, checkpoint: Tensor, records: KDARecoverSSMRecords,
-    out: Tensor,
 ) -> None:  # fmt: skip
+    check_is_tensor("checkpoint_state", checkpoint)
+    for name in ("correction", "key_gate"):
+        check_is_tensor(f"records.{name}", getattr(records, name, None))
     device = checkpoint.device
     check_tensor("checkpoint_state", checkpoint, (None, None, None, None), FLOATS, device)
     _, heads, value_dim, key_dim = checkpoint.shape
@@ -236,8 +244,7 @@ def _check_activations(
     check_tensor("v", v, (1, tokens, heads, value_dim), FLOATS, device)
     check_tensor("raw_g", raw_g, (1, tokens, heads, key_dim), kept, device)
     check_tensor("raw_beta", raw_beta, (1, tokens, heads), FLOATS, device)
-    check_tensor("out", out, (1, tokens, heads, value_dim), FLOATS, device)
-    for name, t in (("q", q), ("k", k), ("v", v), ("raw_g", raw_g), ("out", out)):
+    for name, t in (("q", q), ("k", k), ("v", v), ("raw_g", raw_g)):
         check_inner(name, t, 2)
     check_inner("raw_beta", raw_beta, 1)
 
@@ -245,6 +252,7 @@ def _check_activations(
 def _check_parameters(A_log: Tensor, dt_bias: Tensor, lower_bound: float | None, checkpoint: Tensor) -> None:
     _, heads, _, key_dim = checkpoint.shape
     for name, t, size in (("A_log", A_log, heads), ("dt_bias", dt_bias, heads * key_dim)):
+        check_is_tensor(name, t)
         if t.numel() != size or not t.is_contiguous() or t.dtype not in FLOATS:
             fail(name, f"{size} contiguous floating values", f"{list(t.shape)} {t.dtype} strides {t.stride()}")
         if t.device != checkpoint.device:
@@ -256,6 +264,7 @@ def _check_records(records: KDARecoverSSMRecords, checkpoint: Tensor, rows: Rows
     _, heads, value_dim, key_dim = checkpoint.shape
     wide = torch.float64 if checkpoint.dtype == torch.float64 else torch.float32
     window, device = rows.spec_query_len, checkpoint.device
+    check_count("spec_query_len", window, 1)
     check_tensor("records.correction", records.correction, (None, heads, window, value_dim), (wide,), device)
     count = records.correction.shape[0]
     check_tensor("records.key_gate", records.key_gate, (count, heads, window, 2 * key_dim), FLOATS, device)
@@ -269,8 +278,8 @@ def _check_rows(rows: Rows, device: torch.device, num_rows: int | None) -> None:
     """Index vectors of a step; `num_rows` is R where the operation has records."""
     if rows.pending is not None and rows.record_rows is None:
         fail("record_rows", "the record row of each row, since pending is given", None)
+    check_index("state_indices", rows.state_indices, 0, device)
     batch = rows.batch
-    check_index("state_indices", rows.state_indices, batch, device)
     check_index("query_start_loc", rows.query_start_loc, batch + 1, device, exactly=True)
     if rows.record_rows is not None:
         check_index("record_rows", rows.record_rows, batch, device)

@@ -9,7 +9,6 @@ scratch record row.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..errors import ErrorKind
@@ -26,6 +25,20 @@ def tree_sum(x: Tensor) -> Tensor:
     return x[..., 0]
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)).
+
+    torch.sigmoid and silu round their vectorised part and its remainder differently, so that a value's bits would
+    depend on its place in the batch; exp and log1p do not.
+    """
+    return 1 / (1 + (-x).exp())
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), for any x."""
+    return x.clamp(min=0) + (-x.abs()).exp().log1p()
+
+
 def normalized(x: Tensor) -> Tensor:
     """x / sqrt(sum(x^2) + 1e-6) over the last dimension."""
     return x / (tree_sum(x * x) + 1e-6).sqrt()[..., None]
@@ -35,7 +48,7 @@ def decay(raw_g: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | No
     """exp(g) of raw gates [..., H, K]; A_log [H], dt_bias [H * K]."""
     a = A_log.flatten().to(raw_g.dtype).exp()[:, None]
     x = raw_g + dt_bias.to(raw_g.dtype).view(raw_g.shape[-2:])
-    g = -a * F.softplus(x) if lower_bound is None else lower_bound * torch.sigmoid(a * x)
+    g = -a * softplus(x) if lower_bound is None else lower_bound * sigmoid(a * x)
     return g.exp()
 
 
@@ -136,6 +149,7 @@ def _scatter_tokens(out: Tensor, values: Tensor, begin: Tensor, length: Tensor) 
     out.copy_(torch.where(covered, values[row, t], 0))
 
 
+@torch.no_grad()
 def verify(
     q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, A_log: Tensor, dt_bias: Tensor,
     lower_bound: float | None, checkpoint: Tensor, records: KDARecoverSSMRecords, rows: Rows, out: Tensor,
@@ -162,7 +176,7 @@ def verify(
 
     raw_k, raw_gate = (_gather_tokens(x[0], begin, length, window) for x in (k, raw_g))
     value = _gather_tokens(v[0], begin, length, window).to(dtype)
-    beta = torch.sigmoid(_gather_tokens(raw_beta[0], begin, length, window).to(dtype))
+    beta = sigmoid(_gather_tokens(raw_beta[0], begin, length, window).to(dtype))
     key = normalized(raw_k.to(dtype))
     query = normalized(_gather_tokens(q[0], begin, length, window).to(dtype)) * q.shape[-1] ** -0.5
     S = S.to(dtype)
@@ -181,6 +195,7 @@ def verify(
     key_gate[entry] = torch.where(fresh, kept, key_gate[entry])
 
 
+@torch.no_grad()
 def conv_verify(
     x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, keeps_history: bool, num_rows: int,
     out: Tensor, errors: Tensor,
@@ -202,7 +217,7 @@ def conv_verify(
         y = y + bias.to(dtype)[:, None]
     for w in range(hist + 1):
         y = y + weight[:, w].to(dtype)[:, None] * sequence[..., w : w + window]
-    _scatter_tokens(out, F.silu(y).transpose(1, 2).to(out.dtype), begin, length)
+    _scatter_tokens(out, (y * sigmoid(y)).transpose(1, 2).to(out.dtype), begin, length)
 
     # Column c of the new state is entry c + shift of (history, inputs), up to the last input.
     shift = torch.zeros_like(length) if keeps_history else (length > 0).long()
@@ -223,6 +238,7 @@ def _history(state: Tensor, n: Tensor, hist: int, keeps_history: bool) -> Tensor
     return state.gather(2, column[:, None, :].expand(-1, state.shape[1], -1))
 
 
+@torch.no_grad()
 def compact_conv(stack: LayerStack, plan: Plan, state_indices: Tensor, align: bool) -> None:
     """Move each folded row's history to columns [0, hist) of its final slot, and of its boundary slot."""
     batch = state_indices.shape[0]
@@ -237,6 +253,7 @@ def compact_conv(stack: LayerStack, plan: Plan, state_indices: Tensor, align: bo
             conv_state[target] = torch.where(written, new, old)
 
 
+@torch.no_grad()
 def fold(stack: LayerStack, plan: Plan, state_indices: Tensor, record_rows: Tensor | None, align: bool) -> None:
     """Fold a written plan into the checkpoints of every layer."""
     batch = state_indices.shape[0]

@@ -40,7 +40,7 @@ def plan_commit(plan: Plan, commit: Commit, geometry: Geometry, errors: Tensor) 
         computed = torch.where(known, c.num_computed_tokens[requests].long(), 0)
         add_errors(errors, ErrorKind.COLUMN, live & (computed < 0))
         computed = computed.clamp(min=0)
-        must = live & near_boundary(computed, length, c.mamba_block_size)
+        must = live & known & near_boundary(computed, length, c.mamba_block_size)
     if c.pending is not None:
         eager = torch.zeros_like(live) if c.eager is None else live & (c.eager != 0)
         add_errors(errors, ErrorKind.EAGER_MISSED, must & ~eager)

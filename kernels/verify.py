@@ -120,6 +120,8 @@ def graphrt_verify_kernel(
         end = tl.load(qsl_ptr + batch * qsl_stride)
         end = tl.minimum(tl.maximum(end, 0), num_tokens)
         clear_tokens(out_ptr, end, num_tokens, out_stride, o_hv, mask_v, 16)
+        begin = tl.minimum(tl.maximum(tl.load(qsl_ptr), 0), num_tokens)
+        clear_tokens(out_ptr, 0, begin, out_stride, o_hv, mask_v, 16)
         return
 
     begin, end, valid = query_range(qsl_ptr, i_b, qsl_stride, num_tokens)

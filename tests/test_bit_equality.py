@@ -81,11 +81,12 @@ def test_a_deferred_align_trace_has_the_bits_of_an_eager_one(backend_device, poo
 
 
 @BOUNDS
-def test_a_request_has_the_same_bits_in_any_company(backend_device, lower_bound):
+@pytest.mark.parametrize("conv_dim", [20, 3])
+def test_a_request_has_the_same_bits_in_any_company(backend_device, lower_bound, conv_dim):
     """Alone or among others, in the first or the last row, with or without a tail: same outputs, records and
-    state.
+    state, also where the channels of a row fill no whole vector.
     """
-    shape = backend_device.shape(layers=1, heads=1, rows=8, slots=10, lower_bound=lower_bound)
+    shape = backend_device.shape(layers=1, heads=1, rows=8, slots=10, lower_bound=lower_bound, conv_dim=conv_dim)
     pool = Pool(backend_device, shape)
     start(pool, {row: row + 1 for row in range(8)})
     alone = Batch(pool, [Row(4, 3, 4)])

@@ -144,6 +144,18 @@ def test_a_request_out_of_range_accepts_nothing(backend_device, request_index, d
     assert set(pool.errors()) == {"request"}
 
 
+def test_tokens_before_the_first_row_have_zero_outputs(backend_device):
+    """Offsets that start above 0 leave tokens to nobody: their outputs are zero too, not what the buffer held."""
+    pool = Pool(backend_device, backend_device.shape(layers=1))
+    start(pool, {0: 3})
+    batch = Batch(pool, [Row(3, 0, 4)])
+    batch.query_start_loc = pool.int32([2, 4])
+    got = verify(batch)[0]
+    for out in (got.out, got.conv):
+        assert not bool(out[:2].ne(0).any()) and not bool(out[4:].ne(0).any())
+        assert bool(out[2:4].isfinite().all())
+
+
 def test_a_window_longer_than_q_gives_zeros_behind_q(backend_device):
     """Tokens beyond Q of a row have zero outputs; the first Q are the oracle's, and a commit takes at most Q."""
     pool = Pool(backend_device, backend_device.shape(layers=1))

@@ -62,6 +62,12 @@ COMMIT_FAULTS = {
     "slots of another dtype": ({"state_indices": ints(1, 2, dtype=torch.int64)}, "state_indices", ("int32", "int64")),
     "slots elsewhere": (
         {"state_indices": torch.empty(2, dtype=INT32, device=META)}, "state_indices", ("cpu", "meta")),
+    "slots in a list": ({"state_indices": [1, 2]}, "state_indices", ("int32", "list")),
+    "no slots": ({"state_indices": None}, "state_indices", ("int32", "NoneType")),
+    "a single slot": ({"state_indices": torch.tensor(1, dtype=INT32)}, "state_indices", ("int32", "[]")),
+    "eager in a list": ({"eager": [True, False]}, "eager", ("uint8", "list")),
+    "blocks of half a token": (align_arguments() | {"mamba_block_size": 16.5}, "mamba_block_size", ("int", "float")),
+    "blocks past 32 bits": (align_arguments() | {"mamba_block_size": 2**40}, "mamba_block_size", (str(2**40),)),
     "offsets without an end": ({"query_start_loc": ints(0, 4)}, "query_start_loc", ("3", "2")),
     "offsets elsewhere": (
         {"query_start_loc": torch.empty(3, dtype=INT32, device=META)}, "query_start_loc", ("cpu", "meta")),
@@ -133,6 +139,9 @@ FOLD_FAULTS = {
         {"state_indices": torch.empty(2, dtype=INT32, device=META)}, "state_indices", ("cpu", "meta")),
     "rows": ({"record_rows": ints(0)}, "record_rows", ("2", "1")),
     "pending": ({"pending": ints(0)}, "pending", ("6", "1")),
+    "slots in a list": ({"state_indices": [1, 2]}, "state_indices", ("int32", "list")),
+    "no rows": ({"record_rows": None}, "record_rows", ("NoneType",)),
+    "no pending": ({"pending": None}, "pending", ("NoneType",)),
 }  # fmt: skip
 
 
@@ -198,6 +207,15 @@ VERIFY_FAULTS = {
     "checkpoint of integers": ({"checkpoint_state": WRONG(4, 2, 16, 16, dtype=INT32)}, "checkpoint_state", ("int32",)),
     "out of fewer tokens": ({"out": WRONG(1, 7, 2, 16)}, "out", ("8", "7")),
     "out elsewhere": ({"out": WRONG(1, 8, 2, 16, device=META)}, "out", ("cpu", "meta")),
+    "v of numbers": ({"v": [1.0]}, "v", ("list",)),
+    "no A_log": ({"A_log": None}, "A_log", ("NoneType",)),
+    "a bound of text": ({"lower_bound": "-5"}, "lower_bound", ("-5",)),
+    "an infinite bound": ({"lower_bound": float("-inf")}, "lower_bound", ("inf",)),
+    "no checkpoint": ({"checkpoint_state": None}, "checkpoint_state", ("NoneType",)),
+    "no records": ({"records": None}, "records", ("NoneType",)),
+    "slots in a list": ({"state_indices": [1, 2]}, "state_indices", ("int32", "list")),
+    "no window": ({"spec_query_len": None}, "spec_query_len", ("NoneType",)),
+    "one output for all tokens": ({"out": WRONG(1, 1, 2, 16).expand(1, 8, 2, 16)}, "out", ("strides",)),
     "an unknown backend": ({"backend": "cuda"}, "backend", ("torch", "cuda")),
 }  # fmt: skip
 
@@ -385,3 +403,38 @@ def test_create_refuses_a_layer_that_differs_and_names_its_index(fault, name):
 def test_the_align_helpers_refuse(call, name):
     """Wrong metadata of the two helpers is named."""
     assert_refused(call, name, ())
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "raw_g"])
+def test_a_verify_refuses_an_output_over_its_inputs(pool, name):
+    """The kernels read the keys and gates again after they wrote outputs; packed neighbours are welcome."""
+    arguments = verify_arguments(pool)
+    wide = torch.zeros(1, 8, 2 * 2 * 16)
+    mine, other = (half.view(1, 8, 2, 16) for half in wide.chunk(2, -1))
+    mine.copy_(arguments[name])
+    shifted = mine.as_strided(mine.shape, mine.stride(), mine.storage_offset() + 16)
+    before = Snapshot(pool)
+    for out in (mine, shifted):
+        assert_refused(lambda out=out: kda_deferred_verify(**arguments | {name: mine, "out": out}), "out", (name,))
+    assert before.changed() == []
+    kda_deferred_verify(**arguments | {name: mine, "out": other})
+
+
+def test_a_convolution_refuses_an_output_that_overlaps_its_input(pool):
+    """An output one token on would be read as input of the next token."""
+    x = torch.zeros(9, 20)
+    state, params = pool.conv(0), pool.params[0]
+    rows = (ints(0, 4, 8), ints(1, 2), 4)
+    before = Snapshot(pool)
+    for out in (x[:8], x[1:]):
+        call = (x[:8], state, params.conv_weight, params.conv_bias, *rows, out)
+        assert_refused(lambda call=call: kda_conv_verify(*call), "out", ("x",))
+    assert before.changed() == []
+
+
+@pytest.mark.parametrize("block_size", [0, 16.5, 2**31, None])
+def test_align_helpers_refuse_a_block_size_that_kernels_cannot_hold(block_size):
+    """A block size is an int of 1 to 2**31 - 1."""
+    words = (str(block_size) if isinstance(block_size, int) else type(block_size).__name__,)
+    assert_refused(lambda: align_eager_mask(ints(1), ints(0, 1), block_size), "mamba_block_size", words)
+    assert_refused(lambda: align_state_indices(ints([1]), ints(1), block_size), "mamba_block_size", words)

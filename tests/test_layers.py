@@ -1,5 +1,7 @@
 """Layers and contexts: an engine's own objects, several layers in one fold, parameters that change in place."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from rig import Pool, Target, loose
@@ -12,6 +14,7 @@ from graphrt import (
     SCRATCH_ROW,
     KDADeferredCommitContext,
     KDARecoverSSMCommitContext,
+    RecordSlots,
     allocate_records,
 )
 
@@ -161,3 +164,81 @@ def test_verifies_without_a_backend_choose_one(backend_device):
     got = core_verify(batch, 0, deferred=False, backend="auto")
     [(exact, _)] = Truth(pool, 3).step(batch.windows(0), 0)
     torch.testing.assert_close(got.cpu().double(), exact.out, atol=1e-2, rtol=1e-2)
+
+
+WRONG_LAYERS = {
+    "no pools": ({"kv_cache": None}, "kv_cache", ("NoneType",)),
+    "checkpoints of integers": (
+        lambda layer: {"kv_cache": (layer.kv_cache[0], layer.kv_cache[1].int())}, "kv_cache[1]", ("int32",)),
+    "one slot for all": (
+        lambda layer: {"kv_cache": (layer.kv_cache[0], layer.kv_cache[1][:1].expand(12, -1, -1, -1))},
+        "kv_cache[1]", ("strides",)),
+    "fewer slots of the convolution": (
+        lambda layer: {"kv_cache": (layer.kv_cache[0][:11], layer.kv_cache[1])}, "kv_cache[0]", ("12", "11")),
+    "no records": ({"recoverssm_records": None}, "recoverssm_records", ("NoneType",)),
+    "rounded corrections": (
+        lambda layer: {"recoverssm_records": records_like(layer, correction=lambda t: t.bfloat16())},
+        "recoverssm_records.correction", ("float32", "bfloat16")),
+    "fewer rows of keys": (
+        lambda layer: {"recoverssm_records": records_like(layer, key_gate=lambda t: t[:6])},
+        "recoverssm_records.key_gate", ("7", "6")),
+    "A_log of integers": ({"A_log": torch.zeros(2, dtype=torch.int32)}, "A_log", ("int32",)),
+    "no dt_bias": ({"dt_bias": None}, "dt_bias", ("NoneType",)),
+    "a bound of text": ({"gate_lower_bound": "-5"}, "gate_lower_bound", ("-5",)),
+    "a head of half a channel": ({"head_dim": 16.5}, "head_dim", ("16.5",)),
+    "the weight of torch's Conv1d": ({"conv_weight": torch.zeros(20, 1, 4)}, "conv_weight", ("[20, 1, 4]",)),
+}  # fmt: skip
+
+
+def records_like(layer, **change):
+    """The records of a layer with seven rows, changed."""
+    own = layer.recoverssm_records.key_gate
+    records = allocate_records(7, own.shape[1], own.shape[2], own.shape[3] // 2, own.dtype, own.device)
+    fields = {name: getattr(records, name) for name in ("correction", "key_gate")}
+    return SimpleNamespace(**{name: change.get(name, lambda t: t)(t) for name, t in fields.items()})
+
+
+@pytest.mark.parametrize("fault", WRONG_LAYERS)
+def test_a_layer_that_no_kernel_could_serve_is_refused(fault):
+    """What would send a kernel out of a pool or make numbers of something else names layer and field."""
+    change, field, words = WRONG_LAYERS[fault]
+    layer = loose(Pool(CPU, CPU.shape(layers=1)).layers[0])
+    vars(layer).update(change(layer) if callable(change) else change)
+    with pytest.raises(ValueError) as caught:
+        KDADeferredCommitContext.create([layer], spec_query_len=4, max_num_reqs=6, backend="torch")
+    assert field in str(caught.value)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_layer_without_a_field_is_told_which():
+    """An engine's object that lacks an attribute is refused by the name of the attribute."""
+    layer = loose(Pool(CPU, CPU.shape(layers=1)).layers[0])
+    del layer.A_log
+    with pytest.raises(ValueError, match=r"layers\[0\].*without A_log"):
+        KDADeferredCommitContext.create([layer], spec_query_len=4, max_num_reqs=6)
+
+
+def test_trainable_parameters_leave_the_state_out_of_autograd(backend_device):
+    """Parameters of a module, gradients on: no output, checkpoint, convolution state or record gets a history."""
+    pool = Pool(backend_device, backend_device.shape(layers=1))
+    for params in pool.params:
+        for tensor in (params.A_log, params.dt_bias, params.conv_weight):
+            tensor.requires_grad_(True)
+    start(pool, {0: 3})
+    for _ in range(2):
+        batch = Batch(pool, [Row(3, 0, 4)])
+        verify(batch)
+        commit(batch, [2])
+    drain(pool, [3], [0])
+    assert not [name for name, tensor in pool.tensors().items() if tensor.requires_grad]
+
+
+def test_what_is_made_in_inference_mode_works_outside_of_it():
+    """Records, row counts and the plan outlive the mode in which an engine happened to make them."""
+    with torch.inference_mode():
+        slots = RecordSlots(6, "cpu")
+        records = allocate_records(6, 2, 4, 16, torch.float32, "cpu")
+        slots.admit("early")
+    assert slots.admit("late") == 1
+    made = (slots.pending, slots.generation, records.correction, records.key_gate)
+    assert not any(tensor.is_inference() for tensor in made)

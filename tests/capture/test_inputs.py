@@ -338,3 +338,18 @@ def test_a_kept_step_comes_back_even_after_an_error(device):
         dummy_inputs(inputs, 4, dcp=True)
         raise KeyError
     assert contents(inputs) == expected(4, 2, arguments)
+
+
+@pytest.mark.parametrize("table", [[], [[]]], ids=["no requests", "no columns"])
+def test_a_step_without_blocks_is_staged(table):
+    """A block table given as an empty list is a table without requests or columns, and stages null blocks."""
+    inputs = StepInputs(2, 4, torch.device("cpu"), 3)
+    inputs.stage(num_reqs=len(table), state_indices=[1] * len(table), block_table=table)
+    assert not inputs.block_table.any()
+
+
+def test_an_empty_table_for_a_row_is_refused():
+    """Fewer requests than rows name the argument, also when there are none."""
+    inputs = StepInputs(2, 4, torch.device("cpu"), 3)
+    with pytest.raises(ValueError, match="block_table: expected at least 1 requests, got 0"):
+        inputs.stage(num_reqs=1, state_indices=[1], block_table=[])
