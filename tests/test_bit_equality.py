@@ -91,7 +91,7 @@ def test_a_request_has_the_same_bits_in_any_company(backend_device, lower_bound,
     start(pool, {row: row + 1 for row in range(8)})
     alone = Batch(pool, [Row(4, 3, 4)])
     pool.pending[3] = 2
-    for tensor in record_tensors(pool):
+    for tensor in (*record_tensors(pool), pool.conv(0)):
         tensor[:] = torch.randn_like(tensor)
     reference = pool.twin()
     want = verify(alone.on(reference))[0]
