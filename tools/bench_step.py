@@ -213,7 +213,8 @@ def main():
         print("  ".join(f"{key} {value:.4g}" for key, value in rows[-1].items()), flush=True)
     if args.json:
         with open(args.json, "w") as f:
-            facts = {"device": torch.cuda.get_device_name(), "rate": rate, "args": vars(args), "rows": rows}
+            shape = {k: getattr(args, k) for k in ("batch", "layers", "heads", "window", "pending")}
+            facts = {"device": torch.cuda.get_device_name(), "rate": rate, "args": shape, "rows": rows}
             json.dump(facts, f, indent=1)
     if args.choose:
         choose(rows, {"layers": args.layers, "heads": args.heads, "spec_query_len": args.window}, args.choose)
