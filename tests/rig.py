@@ -93,11 +93,20 @@ def nan(*size: int, dtype: torch.dtype, device: str) -> Tensor:
     return torch.full(size, NAN, dtype=dtype, device=device)
 
 
+def numbered_nan(size: int, dtype: torch.dtype, device: str) -> Tensor:
+    """NaN whose payloads differ from element to element, so that a copy of one over another is a changed byte."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    memory = nan(size, dtype=dtype, device=device)
+    # Six bits are free in the shortest mantissa, BF16, beside the one that makes the NaN quiet.
+    memory.view(bits).bitwise_or_(torch.arange(size, device=device).remainder(61).to(bits))
+    return memory
+
+
 def paged(slots: int, payload: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
     """`[slots, *payload]` of NaN: inner dimensions contiguous, NaN gaps between slots and at both ends."""
     size = math.prod(payload)
     stride = (size // GUARD + 2) * GUARD
-    memory = nan(GUARD + slots * stride, dtype=dtype, device=device)
+    memory = numbered_nan(GUARD + slots * stride, dtype, device)
     inner = [math.prod(payload[i + 1 :]) for i in range(len(payload))]
     return memory.as_strided((slots, *payload), (stride, *inner), GUARD)
 

@@ -124,6 +124,9 @@ def test_any_number_of_channels_works(backend_device, conv_dim, conv_dim_first):
         for b, row in enumerate((2, 1)):
             check(batch, b, truths[row], got, counts[b])
         commit(batch, counts)
+    drain(pool, [3, 5], [2, 1])
+    for row, slot in ((2, 3), (1, 5)):
+        assert same_bytes(pool.state(slot, 0)[1], truths[row].exact[0].history)
     assert [name for name in before.changed(slots=[3, 5], pending=True) if name.startswith("conv")] == []
 
 
