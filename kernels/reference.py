@@ -245,7 +245,8 @@ def compact_conv(stack: LayerStack, plan: Plan, state_indices: Tensor, align: bo
     source, _, targets = _destinations(plan, state_indices, align)
     for conv_state in stack.conv_states:
         state = conv_state[source]
-        moves = [(target, _history(state, n, stack.hist, stack.conv_keeps_history)) for target, n in targets]
+        # The final block last: where it is the boundary's block too, the running state stays.
+        moves = [(target, _history(state, n, stack.hist, stack.conv_keeps_history)) for target, n in reversed(targets)]
         for target, history in moves:
             written = (target > 0).view(batch, 1, 1)
             old = conv_state[target]

@@ -3,7 +3,7 @@
 The command that made the weights in the package, its data and its losses are in graphrt/demo/weights.json. Try it on
 any machine with
 
-    python tools/train_demo.py --steps 5 --device cpu --batch 2 --length 64 --out /tmp/demo
+    python tools/train_demo.py --steps 5 --device cpu --batch 2 --length 64 --out demo
 
 The data are the .py files of one standard library, without its tests and its tables of encodings; one file in twenty,
 picked by a checksum of its path, is held out. `--minutes` bounds the training by the clock: the learning rate then
