@@ -22,7 +22,7 @@ from ..errors import ErrorKind
 from ..layers import LayerStack
 from ..steps import Plan, Rows
 from .fold import table_pointer, table_stride
-from .recurrence import NO_CONTRACTION, count_error
+from .recurrence import NO_CONTRACTION, count_error, wide
 from .verify import clear_tokens, live_row, pending_of, query_range
 
 BLOCK_D = 256
@@ -95,6 +95,7 @@ def graphrt_conv_verify_kernel(
         return
 
     start = history_start(n, KEEPS_HISTORY)
+    x_stride, out_stride, column_stride = wide(x_stride), wide(out_stride), wide(column_stride)
     p_state = conv_ptr + slot.to(tl.int64) * conv_stride + o_d.to(tl.int64) * dim_stride
     p_x = x_ptr + begin.to(tl.int64) * x_stride + o_d
     p_out = out_ptr + begin.to(tl.int64) * out_stride + o_d

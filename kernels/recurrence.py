@@ -34,6 +34,12 @@ def inverse_norms(p_x, token_stride, length, o_q, o_k, BLOCK_Q: tl.constexpr, K:
 
 
 @triton.jit
+def wide(stride):
+    """A stride as 64 bits: the product with a token's number must not wrap. Triton passes small ints as 32."""
+    return tl.cast(stride, tl.int64)
+
+
+@triton.jit
 def pick(b_x, o_q, t):
     """Element t of a small vector, as a scalar. Exact, and blind to NaN in the other elements."""
     return tl.sum(tl.where(o_q == t, b_x, 0.0), axis=0)

@@ -25,7 +25,7 @@ from torch import Tensor
 from ..errors import ErrorKind
 from ..records import KDARecoverSSMRecords
 from ..steps import Rows
-from .recurrence import NO_CONTRACTION, count_error, decay, fold_records, inverse_norms, pick
+from .recurrence import NO_CONTRACTION, count_error, decay, fold_records, inverse_norms, pick, wide
 
 _QUERY_LEN = tl.constexpr(int(ErrorKind.QUERY_LEN))
 _SLOT = tl.constexpr(int(ErrorKind.SLOT))
@@ -165,6 +165,8 @@ def graphrt_verify_kernel(
     # All old corrections of this value block are in registers before the first new one is stored.
     tl.debug_barrier()
     first_token = begin.to(tl.int64)
+    q_stride, k_stride, v_stride = wide(q_stride), wide(k_stride), wide(v_stride)
+    g_stride, beta_stride, out_stride = wide(g_stride), wide(beta_stride), wide(out_stride)
     p_q = q_ptr + first_token * q_stride + i_h * K
     p_k = k_ptr + first_token * k_stride + i_h * K
     p_v = v_ptr + first_token * v_stride + o_hv

@@ -70,7 +70,7 @@ def test_tokens_beyond_2_31_elements_work(backend_device):
     pool = Pool(backend_device, backend_device.shape(layers=1, heads=1, act=half))
     start(pool, {0: 1, 1: 2})
     twin = pool.twin()
-    batch = Batch(pool, [Row(1, 0, 1), Row(0, -1, 1), Row(2, 1, 1)])
+    batch = Batch(pool, [Row(1, 0, 3), Row(0, -1, 1), Row(2, 1, 1)])
     parts = [far_apart(part) for part in vars(batch.tokens[0]).values()]
     want = verify(batch)[0]
     got = verify(Batch(twin, batch.rows, tokens=[Tokens(*parts)]))[0]
