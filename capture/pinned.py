@@ -144,7 +144,7 @@ def _place(
 class PinnedRing:
     """NUM_BLOCKS steps may be queued before a staging waits for the device."""
 
-    def __init__(self, staged: Staged) -> None:
+    def __init__(self, staged: Staged, current: Tensor | None = None) -> None:
         # Triton is imported where it runs.
         from graphrt.kernels.stage import stage_header
 
@@ -152,10 +152,12 @@ class PinnedRing:
         errors = error_counter(device)
         with torch.cuda.device(device):
             # Compiled here, for a staging by value inside a later recording.
-            backends.by_device(device).stage(staged, StageSources(0), None, errors)
+            backends.by_device(device).stage(staged, StageSources(0), None, errors, current)
             self._blocks = [PinnedBlock(staged.state_indices.shape[0]) for _ in range(NUM_BLOCKS)]
             self._recordings = [
-                record(partial(stage_header, staged, block.header, errors), device=device, name="graphrt.stage")
+                record(
+                    partial(stage_header, staged, block.header, errors, current), device=device, name="graphrt.stage"
+                )
                 for block in self._blocks
             ]
             self._read = [torch.cuda.Event() for _ in self._blocks]  # type: ignore[no-untyped-call]

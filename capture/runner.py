@@ -153,7 +153,8 @@ class CommitRunner:
         """Checked mode: what the context's own methods do before a launch, for a replay does not pass through them."""
         rows, stack = self.inputs.rows(num_reqs), self.context.stack
         if mode != "commit":
-            checked.flush_values(rows.state_indices, rows.record_rows, self.pending, stack.geometry)
+            owners = self.inputs.owners(num_reqs)
+            checked.flush_values(rows.state_indices, rows.record_rows, self.pending, owners, stack)
             return
         commit = Commit(request_indices=None, **self._commit_arguments(rows))
         checked.commit_values(commit, stack.geometry)
@@ -171,6 +172,7 @@ class CommitRunner:
             "record_rows": rows.record_rows,
             "pending": self.pending,
             "eager": rows.eager if self.eager else None,
+            "owners": self.inputs.owners(rows.state_indices.shape[0]),
         }
 
     def _commit(self, num_reqs: int) -> None:
@@ -178,8 +180,8 @@ class CommitRunner:
 
     def _flush(self, num_reqs: int) -> None:
         rows = self.inputs.rows(num_reqs)
-        self.context.flush(rows.state_indices, rows.record_rows, self.pending)
+        self.context.flush(rows.state_indices, rows.record_rows, self.pending, self.inputs.owners(num_reqs))
 
     def _drain(self, num_reqs: int) -> None:
         rows = self.inputs.rows(num_reqs)
-        self.context.drain(rows.state_indices, rows.record_rows, self.pending)
+        self.context.drain(rows.state_indices, rows.record_rows, self.pending, self.inputs.owners(num_reqs))

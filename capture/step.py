@@ -70,8 +70,8 @@ class DecodeStep:
     The launches of a step, in order:
 
     1. stage: `inputs` are copied to the step's own rows, and `pending` of every live row moves into `rows.pending`
-       and becomes zero. A step whose commit never comes has thereby accepted nothing. In align mode rows near a block
-       boundary become eager.
+       and becomes zero. A step whose commit never comes has thereby accepted nothing. Rows whose record row has a new
+       owner become padding (`StepInputs.ledger`). In align mode rows near a block boundary become eager.
     2. with `flush`: rows whose entry in `flush_rows` is set are drained from `rows.pending` into their checkpoints.
        This is the flush for verifies that replay nothing. Which rows it reaches is a value on the device, so one
        recording serves steps that flush and steps that replay.
@@ -226,11 +226,14 @@ class DecodeStep:
             eager=i.eager,
             num_computed_tokens=i.num_computed_tokens,
             block_table=i.block_table,
+            generation=i.generation,
         )
         begin = StepBegin(self.pending, self.replayed, self.context.stack.geometry.num_slots, self.mamba_block_size)
         device = self.inputs.device
         run = backends.by_device(device).stage
-        launch("graphrt.stage", run, staged, sources, begin, error_counter(device))
+        ledger = self.inputs.ledger
+        current = None if ledger is None else ledger.generation
+        launch("graphrt.stage", run, staged, sources, begin, error_counter(device), current)
 
     def _commit(self, rows: StepRows, sampled: Sampled) -> None:
         align = self.mamba_block_size is not None

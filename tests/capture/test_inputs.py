@@ -17,7 +17,7 @@ from graphrt.kernels.stage import stage_header
 
 FIELDS = (
     "state_indices", "record_rows", "query_start_loc", "num_accepted_tokens", "eager", "num_computed_tokens",
-    "block_table",
+    "block_table", "generation",
 )  # fmt: skip
 
 
@@ -34,6 +34,7 @@ def padding(rows, width=0):
         "eager": [0] * rows,
         "num_computed_tokens": [0] * rows,
         "block_table": [[0] * width] * rows,
+        "generation": [0] * rows,
     }
 
 
@@ -46,6 +47,7 @@ def expected(rows, width, a):
         want["record_rows"][b] = a["record_rows"][b]
         want["num_accepted_tokens"][b] = a["num_accepted_tokens"][request[b]]
         want["num_computed_tokens"][b] = a["num_computed_tokens"][request[b]]
+        want["generation"][b] = a["generation"][b]
         want["eager"][b] = int(a["eager"][b])
         want["block_table"][b] = (a["block_table"][request[b]] + [0] * width)[:width]
     want["query_start_loc"] = [a["query_start_loc"][min(b, n)] for b in range(rows + 1)]
@@ -66,6 +68,7 @@ def random_arguments(rng, rows, source_width):
         "request_indices": rng.sample(range(requests), n),
         "num_computed_tokens": [rng.randint(0, 99) for _ in range(requests)],
         "block_table": [[rng.randint(1, 50) for _ in range(source_width)] for _ in range(requests)],
+        "generation": [rng.randint(0, 1) for _ in range(n)],
     }
 
 
@@ -122,7 +125,7 @@ def test_a_block_of_host_values_stages_the_same(form):
         stage_header(staged, block.header, error_counter("cpu"))
         assert contents(staged) == expected(6, 3, arguments)
     with pytest.raises(ValueError, match=r"^record_rows: expected a tensor or a sequence of 32-bit ints, got list"):
-        block.write(1, [[1], [2**31], None, None, None, None, None, None])
+        block.write(1, [[1], [2**31], None, None, None, None, None, None, None])
 
 
 def test_nothing_of_a_larger_batch_stays(device):
