@@ -158,14 +158,14 @@ class PinnedRing:
                 record(partial(stage_header, staged, block.header, errors), device=device, name="graphrt.stage")
                 for block in self._blocks
             ]
-            self._read = [torch.cuda.Event() for _ in self._blocks]  # type: ignore[no-untyped-call]
+            self._read = [torch.cuda.Event() for _ in self._blocks]
         self._next = 0
 
     def stage(self, num_reqs: int, sources: Sequence[Any]) -> None:
         """Stage checked sources (in the order of NAMES) on the current stream."""
         i = self._next
         read = self._read[i]
-        if not read.query():  # type: ignore[no-untyped-call]
+        if not read.query():
             read.synchronize()
         self._blocks[i].write(num_reqs, sources)
         self._recordings[i].replay()
