@@ -128,7 +128,10 @@ class StepInputs:
             _refuse_host_values(values, self.device)
         checked = check_sources(values, num_reqs, self.device, self._block)
         if self._ring is not None and not recording:
-            with profiling.annotated("stage", "graphrt.stage", profiling.stage_work, num_reqs, eager):
+            if profiling.ranges is None:
+                self._ring.stage(num_reqs, checked)
+                return
+            with profiling.annotated("stage", "graphrt.stage", profiling.stage_work(num_reqs, eager)):
                 self._ring.stage(num_reqs, checked)
             return
         sources = StageSources(num_reqs, *(as_tensor(i, value) for i, value in enumerate(checked)))

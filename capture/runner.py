@@ -147,10 +147,16 @@ class CommitRunner:
     def _run(self, mode: str, num_reqs: int) -> None:
         if 0 < num_reqs <= self.inputs.max_num_reqs and checked.enabled(self.context.check):
             self._check_values(mode, num_reqs)
-        with profiling.annotated(*_RANGES[mode], self._work, mode, num_reqs):
-            if self._recordings.replay(mode, num_reqs) is None and num_reqs > 0:
-                with torch.no_grad():
-                    self._works[mode](num_reqs)
+        if profiling.ranges is None:
+            self._replay(mode, num_reqs)
+            return
+        with profiling.annotated(*_RANGES[mode], self._work(mode, num_reqs)):
+            self._replay(mode, num_reqs)
+
+    def _replay(self, mode: str, num_reqs: int) -> None:
+        if self._recordings.replay(mode, num_reqs) is None and num_reqs > 0:
+            with torch.no_grad():
+                self._works[mode](num_reqs)
 
     def _work(self, mode: str, num_reqs: int) -> profiling.Work:
         """The payload of a mode's range."""

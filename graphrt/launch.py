@@ -33,9 +33,11 @@ def launch(name: str, run: Callable[..., None], *args: Any) -> None:
     recorder = _recorder.get()
     if recorder is not None:
         recorder.launch(name, run, args)
-        return
-    with profiling.annotated_launch(name, args):
+    elif profiling.ranges is None:
         run(*args)
+    else:
+        with profiling.annotated_launch(name, args):
+            run(*args)
 
 
 def is_recording() -> bool:

@@ -6,8 +6,8 @@ would fire once, at the capture, and never in a replay; the capture itself has o
 names tell the phases (`phase_of`).
 
 What a range is about travels as its payload, never as a formatted text: an `nvtx` payload with the fields of `Work`,
-or without numpy the batch alone. Whether a tool listens is settled when this module is imported. Without one a range
-is an empty `with` block: tools/bench_nvtx.py has the figures.
+or without numpy the batch alone. Whether a tool listens is settled when this module is imported. Without one the paths
+that a step takes ask only whether `ranges` is None: tools/bench_nvtx.py has the figures.
 """
 
 import os
@@ -108,34 +108,27 @@ def _find_ranges() -> Ranges | None:
     return Ranges(domain) if domain.get_event_attributes(message=DOMAIN) is not None else None
 
 
+ranges: Ranges | None = _find_ranges()
+"""None as long as no tool listens, as it was when graphrt was imported."""
+
 _OFF = nullcontext()
-_ranges: Ranges | None = _find_ranges()
 
 
-def is_attached() -> bool:
-    """Whether a tool listens to the domain, as it was when graphrt was imported."""
-    return _ranges is not None
-
-
-def annotated(
-    category: str, message: str, work: Callable[..., Work] | None = None, *args: Any
-) -> AbstractContextManager[None]:
+def annotated(category: str, message: str, work: Work = NO_WORK) -> AbstractContextManager[None]:
     """A range on the host; nothing without a tool, and nothing while the current stream captures.
 
     Args:
         category: one of CATEGORIES. message: the same few texts for ever, for each is registered once.
-        work: `work(*args)` is the payload, asked for only if a tool listens.
+        work: the payload.
     """
-    if _ranges is None or _is_capturing():
+    if ranges is None or _is_capturing():
         return _OFF
-    return _ranges.range(category, message, NO_WORK if work is None else work(*args))
+    return ranges.range(category, message, work)
 
 
 def annotated_launch(name: str, args: tuple[Any, ...]) -> AbstractContextManager[None]:
     """The range of a launch of graphrt's own that no recording gets."""
-    if _ranges is None:
-        return _OFF
-    return annotated(LAUNCH_CATEGORIES.get(name, "stage"), name, work_of, name, args)
+    return annotated(LAUNCH_CATEGORIES.get(name, "stage"), name, work_of(name, args))
 
 
 def work_of(name: str, args: tuple[Any, ...]) -> Work:
