@@ -32,7 +32,7 @@ _placeholders: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
 @functools.cache
 def capture_stream(device_index: int) -> torch.cuda.Stream:
     """The side stream of every warm-up and capture on a device: libraries key their work space by stream."""
-    return torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device_index)
 
 
 def record_graph(
