@@ -218,7 +218,8 @@ class KernelLaunch:
     def __call__(self, stream: int) -> bool:
         """Launch on a `cudaStream_t` handle; false if the driver refuses, as in a thread without a context."""
         handle = ctypes.c_void_p(stream)
-        return self._launch(self._kernel, *self._shape, handle, self._params, self._extra) == 0
+        status: int = self._launch(self._kernel, *self._shape, handle, self._params, self._extra)
+        return status == 0
 
 
 class Event:
