@@ -105,6 +105,7 @@ def _capture(
             "launch on torch.cuda.current_stream(), never on a stream remembered from an earlier call"
         )
     graph.instantiate()
+    watch.marks.follow(graph)
     _let_go(shared_pool)
     if bindings is not None:
         bindings.drop(pool_ranges(pool))
@@ -118,8 +119,11 @@ def _capture(
 
 def _watched(fn: Callable[[], Any], watch: CaptureWatch) -> Any:
     """What `fn` returns, with every guard on for its length."""
-    with no_compiling(watch), launch.record_into(watch):
-        outputs = fn()
+    try:
+        with no_compiling(watch), launch.record_into(watch):
+            outputs = fn()
+    finally:
+        watch.marks.resolve()
     # A refusal counts even where the function swallowed it.
     if watch.refusal is not None:
         raise watch.refusal

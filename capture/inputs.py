@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphrt import backends
+from graphrt import backends, profiling
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.pinned import PinnedRing
 from graphrt.capture.recording import is_under_way
@@ -130,7 +130,11 @@ class StepInputs:
             _refuse_host_values(values, self.device)
         checked = check_sources(values, num_reqs, self.device, self._addresses)
         if self._ring is not None and not recording:
-            self._ring.stage(num_reqs, checked)
+            if profiling.ranges is None:
+                self._ring.stage(num_reqs, checked)
+                return
+            with profiling.annotated("stage", "graphrt.stage", profiling.stage_work(num_reqs, eager)):
+                self._ring.stage(num_reqs, checked)
             return
         sources = StageSources(num_reqs, **{NAMES[i]: as_tensor(i, value) for i, value, *_ in checked})
         run = backends.by_device(self.device).stage
