@@ -36,9 +36,9 @@ PRESETS = {
     "kimi-k3": Model("Kimi K3", 69, 96, 128, 4, -5.0),
     "kimi-linear": Model("Kimi Linear 48B-A3B", 20, 32, 128, 4, None),
 }
-"""Kimi K3: 93 layers, 69 of them KDA, 96 heads of 128, convolutions of 4 taps, gate bound -5 (`text_config` of
-moonshotai/Kimi-K3; ggml-org/llama.cpp pull request 26185 for the bound). Kimi Linear: 27 layers, 20 of them KDA (`kda_layers`
-in `linear_attn_config` of moonshotai/Kimi-Linear-48B-A3B-Instruct's config.json), 32 heads of 128, 4 taps, no bound."""
+"""Kimi K3: 93 layers, 69 of them KDA, 96 heads of 128, 4 taps, gate bound -5 (`text_config` of moonshotai/Kimi-K3; the
+bound also in pull request 26185 of ggml-org/llama.cpp). Kimi Linear: 27 layers, 20 of them KDA, 32 heads of 128,
+4 taps, no bound (`linear_attn_config` of moonshotai/Kimi-Linear-48B-A3B-Instruct)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,7 @@ from typing import Annotated
 
 import typer
 
-from .demo import demo
-from .doctor import doctor
-from .plan import plan
+from . import demo, doctor, plan
 
 app = typer.Typer(
     help="CUDA-graph-centric runtime for speculative decoding with Kimi Delta Attention.",
@@ -32,5 +30,5 @@ def main(
     """Options before the subcommand."""
 
 
-for command in (doctor, plan, demo):
+for command in (doctor.doctor, plan.plan, demo.demo):
     app.command()(command)

@@ -17,7 +17,6 @@ from rich.text import Text
 
 from .common import Backend, BackendOption, Device, DeviceOption, JsonOption, as_json, in_bytes, show, torch_device
 from .shape import (
-    USUAL_TENSOR_PARALLEL,
     CheckpointDtypeOption,
     Dtype,
     DtypeOption,
@@ -27,8 +26,6 @@ from .shape import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from graphrt.backends import Choice, Facts
     from graphrt.footprint import Model
 
@@ -84,8 +81,7 @@ def doctor(
         spec_query_len=query_len,
         key_dtype=dtype.torch,
     )
-    heads = model.heads // USUAL_TENSOR_PARALLEL[preset]
-    findings = [*_installed(), *_machine(), *_runs(backend.value, facts, model, heads, trial)]
+    findings = [*_installed(), *_machine(), *_runs(backend.value, facts, trial)]
     show([_table(model, facts, findings)], json_file)
     as_json([asdict(finding) for finding in findings], json_file)
     raise typer.Exit(1 if any(finding.state is State.BAD for finding in findings) else 0)
@@ -149,7 +145,9 @@ def _machine() -> Iterator[Finding]:
 
     from graphrt import profiling
 
-    yield Finding("driver", State.OK, text) if (text := _driver()) else Finding("driver", State.NOTE, "no NVIDIA driver")
+    yield (
+        Finding("driver", State.OK, text) if (text := _driver()) else Finding("driver", State.NOTE, "no NVIDIA driver")
+    )
     built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
     if not torch.cuda.is_available():
         yield Finding("GPU", State.NOTE, f"none that torch can use; {built}")
@@ -174,38 +172,23 @@ def _driver() -> str:
     return found.group() if found else text.partition("\n")[0]
 
 
-def _runs(backend: str, facts: "Facts", model: "Model", heads: int, trial: bool) -> Iterator[Finding]:
+def _runs(backend: str, facts: "Facts", trial: bool) -> Iterator[Finding]:
     """Each backend, the one that would run, and what a small step of it gives."""
     from graphrt import backends
 
     for name in backends.BACKENDS:
         support = backends.supports(name, facts)
-        yield Finding(name, State.OK if support else State.NOTE, support.reason)
+        yield Finding(f"backend {name}", State.OK if support else State.NOTE, support.reason)
     try:
         choice = backends.choose(backend, facts)
     except ValueError as error:
         yield Finding("would run", State.BAD, str(error))
         return
-    best = next(name for name in backends.BACKENDS if backends.supports(name, facts))
-    state = State.OK if choice.backend.name == best else State.NOTE
+    best = "torch" if facts.device.type == "cpu" else backends.BACKENDS[0]
+    state = State.OK if choice.backend.name in (backend, best) else State.NOTE
     yield Finding("would run", state, f"{choice.backend.name}: {choice.reason}")
-    yield _eager_or_deferred(choice, facts, model, heads)
     if trial:
         yield _trial(choice, facts)
-
-
-def _eager_or_deferred(choice: "Choice", facts: "Facts", model: "Model", heads: int) -> Finding:
-    from graphrt.choice import StepShape, choose_commit, device_name
-
-    shape = StepShape(
-        device=device_name(facts.device),
-        backend=choice.backend.name,
-        layers=model.layers,
-        heads=heads,
-        head_dim=facts.head_dim,
-        spec_query_len=facts.spec_query_len,
-    )
-    return Finding("commit", State.OK, choose_commit(shape).reason)
 
 
 def _trial(choice: "Choice", facts: "Facts") -> Finding:

@@ -52,8 +52,10 @@ def plan(
     """
     from graphrt.footprint import PRESETS, Service, footprint
 
-    given = {"layers": layers, "heads": heads, "head_dim": head_dim}
-    model = replace(PRESETS[preset.value], **{key: value for key, value in given.items() if value is not None})
+    known = PRESETS[preset.value]
+    model = replace(
+        known, layers=layers or known.layers, heads=heads or known.heads, head_dim=head_dim or known.head_dim
+    )
     service = Service(
         spec_query_len=query_len,
         max_num_reqs=requests,

@@ -38,11 +38,11 @@ PresetOption = Annotated[Preset, typer.Option(help="The model whose sizes hold w
 LayersOption = Annotated[int | None, typer.Option("--layers", "-L", min=1, help="KDA layers.")]
 HeadsOption = Annotated[int | None, typer.Option("--heads", "-H", min=1, help="Heads of the whole model.")]
 HeadDimOption = Annotated[int | None, typer.Option(min=16, help="Key and value dimension of a head, a power of two.")]
-QueryLenOption = Annotated[
-    int, typer.Option("--query-len", "-Q", min=1, max=16, help="Window: 1 + most draft tokens.")
-]
+QueryLenOption = Annotated[int, typer.Option("--query-len", "-Q", min=1, max=16, help="Window: 1 + most draft tokens.")]
 TensorParallelOption = Annotated[
     int | None, typer.Option("--tp", min=1, help="Devices that share the heads; 8 for kimi-k3, 1 otherwise.")
 ]
 CheckpointDtypeOption = Annotated[Dtype, typer.Option(help="Of the checkpoints.")]
-DtypeOption = Annotated[Dtype, typer.Option(help="Of activations, convolution states, and the records' keys and gates.")]
+DtypeOption = Annotated[
+    Dtype, typer.Option(help="Of activations, convolution states, and the records' keys and gates.")
+]

@@ -27,15 +27,14 @@ def largest_error(backend: str, facts: Facts) -> float:
         pool_dtype=facts.dtype,
         device=facts.device,
     )
-    context = KDADeferredCommitContext.create(
-        pool.layers, spec_query_len=window, max_num_reqs=2, backend=backend
-    )
+    context = KDADeferredCommitContext.create(pool.layers, spec_query_len=window, max_num_reqs=2, backend=backend)
     pool.fill(_SLOT, seed=0)
     oracle = Oracle.of_slot(pool.layers[0], _SLOT)
     for seed, accepted in enumerate((window, (window + 1) // 2)):
         batch = make_batch(pool, [Row(0, _SLOT, _RECORD_ROW, window, accepted)], size=1, seed=seed)
         deferred_step(context, pool, batch, backend=backend)
-        oracle.step(*batch.tokens(0, 0, window), accepted)
+        q, k, raw_g, v, raw_beta, x = batch.tokens(0, 0, window)
+        oracle.step(q, k, raw_g, v, raw_beta, x, accepted)
     context.drain(batch.state_indices, batch.record_rows, pool.pending)
     got = pool.layers[0].kv_cache[1][_SLOT].double()
     return float((got - oracle.state).norm() / oracle.state.norm())
