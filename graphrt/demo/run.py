@@ -42,7 +42,7 @@ class DemoOptions:
     backend: str = "auto"
     num_requests: int = 6
     batch: int = 4
-    new_tokens: int = 80
+    new_tokens: int = 64
     """Of the longest request."""
     spec_query_len: int = 8
 
