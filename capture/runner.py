@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphrt import checked
+from graphrt import checked, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
 from graphrt.checks import check_block_size, check_index, fail
@@ -14,6 +14,8 @@ from graphrt.context import KDARecoverSSMCommitContext
 from graphrt.steps import Commit, Staged
 
 MODES = ("commit", "flush", "drain")
+# Category and message of each mode's range.
+_RANGES = {mode: (profiling.LAUNCH_CATEGORIES[f"graphrt.{mode}"], f"graphrt.{mode}") for mode in MODES}
 
 
 def check_parts(
@@ -145,9 +147,22 @@ class CommitRunner:
     def _run(self, mode: str, num_reqs: int) -> None:
         if 0 < num_reqs <= self.inputs.max_num_reqs and checked.enabled(self.context.check):
             self._check_values(mode, num_reqs)
+        if profiling.ranges is None:
+            self._replay(mode, num_reqs)
+            return
+        with profiling.annotated(*_RANGES[mode], self._work(mode, num_reqs)):
+            self._replay(mode, num_reqs)
+
+    def _replay(self, mode: str, num_reqs: int) -> None:
         if self._recordings.replay(mode, num_reqs) is None and num_reqs > 0:
             with torch.no_grad():
                 self._works[mode](num_reqs)
+
+    def _work(self, mode: str, num_reqs: int) -> profiling.Work:
+        """The payload of a mode's range."""
+        if mode != "commit":
+            return profiling.Work(num_reqs, num_reqs, 0)
+        return profiling.commit_work(num_reqs, True, self.eager or self.mamba_block_size is not None)
 
     def _check_values(self, mode: str, num_reqs: int) -> None:
         """Checked mode: what the context's own methods do before a launch, for a replay does not pass through them."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphrt import backends
+from graphrt import backends, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.recording import Recording
 from graphrt.capture.runner import check_parts
@@ -152,11 +152,18 @@ class DecodeStep:
             RuntimeError: before capture and after close. ValueError: for more rows than the inputs have.
         """
         for _ in range(steps):
-            recording = self._recordings.replay("step", num_reqs)
-            if recording is not None:
-                self.outputs = recording.outputs
-            elif num_reqs > 0:
-                self.run(num_reqs)
+            if profiling.ranges is None:
+                self._replay(num_reqs)
+                continue
+            with profiling.annotated("replay", "graphrt.step", profiling.Work(num_reqs)):
+                self._replay(num_reqs)
+
+    def _replay(self, num_reqs: int) -> None:
+        recording = self._recordings.replay("step", num_reqs)
+        if recording is not None:
+            self.outputs = recording.outputs
+        elif num_reqs > 0:
+            self.run(num_reqs)
 
     def replay_dummy(self, num_reqs: int, *, dcp: bool = False) -> None:
         """Run one step on dummy rows, as an idle rank must; the staged step is put back and nothing else changes."""

@@ -184,7 +184,7 @@ def graphrt_stage_header_kernel(
     ],
     do_not_specialize_on_alignment=["accepted_ptr", "length_ptr", "finished_ptr"],
 )  # fmt: skip
-def graphrt_advance_kernel(
+def graphrt_stage_advance_kernel(
     slot_ptr, row_ptr, offset_ptr, computed_ptr, table_ptr,                         # the step that ran, static
     next_slot_ptr, next_row_ptr, next_offset_ptr, next_accepted_ptr, next_eager_ptr, next_computed_ptr,
     accepted_ptr,  # [B] int32
@@ -285,7 +285,7 @@ def advance(a: Advance, errors: Tensor) -> None:
     rows, n = a.rows, a.next_rows
     max_num_reqs, width = n.block_table.shape
     finished = rows.eager if a.finished is None else a.finished
-    graphrt_advance_kernel[(1,)](
+    graphrt_stage_advance_kernel[(1,)](
         rows.state_indices, rows.record_rows, rows.query_start_loc, rows.num_computed_tokens, rows.block_table,
         n.state_indices, n.record_rows, n.query_start_loc, n.num_accepted_tokens, n.eager, n.num_computed_tokens,
         a.num_accepted_tokens, a.query_lens, finished, errors,
