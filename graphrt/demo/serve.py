@@ -96,7 +96,14 @@ class DecodeLoop:
         self.texts = Texts.allocate(batch, columns, spec_query_len, self.device)
         work = SpeculativeModel(model, self.layers, self.texts, backend, self.mode.drafting)
         self.inputs = StepInputs(batch, spec_query_len, self.device)
-        self.step = DecodeStep(self.context, self.slots.pending, self.inputs, work.verify, work.sample)
+        self.step = DecodeStep(
+            self.context,
+            self.slots.pending,
+            self.inputs,
+            work.verify,
+            work.sample,
+            choice="deferred" if self.mode.deferred else "eager",
+        )
         if self.mode.recorded:
             self.step.capture(progress=False)
         self._waiting = list(reversed(requests))
@@ -157,7 +164,6 @@ class DecodeLoop:
             record_rows=record_rows,
             query_start_loc=[0, *accumulate(lengths)],
             num_computed_tokens=computed,
-            eager=[not self.mode.deferred] * i.max_num_reqs,
         )
 
     def _collect(self, row: int) -> None:
