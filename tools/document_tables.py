@@ -7,6 +7,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`:
 
     support    backends by what `graphrt.backends.supports` answers for every value of every fact (needs CuTe DSL)
     figures    the step benchmark of tools/results/h200/step.json
+    errors     every tools/results/*/errors.json, from tools/measure_errors.py
 """
 
 import argparse
@@ -25,7 +26,7 @@ from graphrt.backends import BACKENDS, Facts, supports
 from graphrt.checks import check_head_dim
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "tools" / "results" / "h200"
+RESULTS = ROOT / "tools" / "results"
 
 KERNELS = {"fp32_deferred": "CuTe DSL", "triton": "Triton", "torch": "plain torch, the readable specification"}
 DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16", torch.float64: "FP64"}
@@ -47,7 +48,7 @@ def support_table() -> str:
 
 def figures_table() -> str:
     """Microseconds of one decode step by batch size, from the committed results."""
-    found = json.loads((RESULTS / "step.json").read_text())
+    found = json.loads((RESULTS / "h200" / "step.json").read_text())
     rows = []
     for row in sorted(found["rows"], key=lambda row: row["batch"]):
         times = [f"{row[name]:.0f}" for name in ("deferred", "eager", "fold", "floor")]
@@ -55,7 +56,18 @@ def figures_table() -> str:
     return _table(("requests", "deferred step", "eager step", "fold alone", "floor", "deferred / floor"), rows)
 
 
-TABLES = {"support": support_table, "figures": figures_table}
+def errors_table() -> str:
+    """Relative errors against the float64 oracle, by backend and data."""
+    rows = []
+    for path in sorted(RESULTS.glob("*/errors.json")):
+        found = json.loads(path.read_text())
+        for row in found["rows"]:
+            errors = [f"{row[name]:.1e}" for name in ("u", "out", "checkpoint", "checkpoint_64")]
+            rows.append((f"`{row['backend']}`", found["device"], row["data"], *errors))
+    return _table(("backend", "device", "data", "u", "outputs", "checkpoint", "checkpoint, 64 windows"), rows)
+
+
+TABLES = {"support": support_table, "figures": figures_table, "errors": errors_table}
 
 
 def updated(text: str) -> str:
