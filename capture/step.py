@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphrt import backends, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
+from graphrt.capture.recording import Recording
 from graphrt.capture.runner import check_parts, settle
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
 from graphrt.capture.static import allocate_rows, cut_rows
@@ -118,10 +119,10 @@ class DecodeStep:
         self.capture_sizes = check_sizes([most] if capture_sizes is None else capture_sizes, most)
         with torch.inference_mode(False):  # they outlive the caller's mode
             self.replayed = torch.zeros(pending.shape, dtype=torch.int32, device=device)
+            """[R] int32: pending counts of the rows of the step that runs, `StepRows.pending`."""
             self.flush_rows = torch.ones(most, dtype=torch.int32, device=device) if flush else None
+            """[max_num_reqs] int32, 1 where the step drains a row before its verify; write into it at any time."""
             self._drained = torch.zeros(most, dtype=torch.int32, device=device)
-        """[R] int32: pending counts of the rows of the step that runs, `StepRows.pending`."""
-        """[max_num_reqs] int32, 1 where the step drains a row before its verify; write into it at any time."""
         self._staged = allocate_rows(most, inputs.block_table_width, device)[1]
         self._rows: dict[int, StepRows] = {}
         self._recordings = SizedRecordings({"step": self._run}, most, device)
@@ -182,6 +183,14 @@ class DecodeStep:
         """
         with torch.no_grad():
             self.outputs = self._run(num_reqs)
+
+    def recording(self, num_reqs: int) -> Recording | None:
+        """What `replay` of so many rows replays, to look at: `dump`, `num_nodes`. None where the step runs eagerly.
+
+        Raises:
+            ValueError: for more rows than the inputs have.
+        """
+        return self._recordings.find("step", num_reqs)
 
     @property
     def last_miss_reason(self) -> str | None:
