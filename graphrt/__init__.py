@@ -4,9 +4,11 @@ from .align import align_eager_mask, align_state_indices
 from .context import KDADeferredCommitContext, KDARecoverSSMCommitContext, KDARecoverSSMDeferred
 from .errors import ErrorKind, ErrorReport, error_counter, error_counts, error_report, reset_errors
 from .layers import KDALayer
+from .persist import load_state, save_state, weights_fingerprint
 from .records import KDARecoverSSMRecords, allocate_records
 from .sentinels import FP32_DEFERRED, NULL_BLOCK_ID, SCRATCH_ROW
 from .slots import RecordSlots
+from .state import BoundaryBlock, RequestState
 from .steps import Owners
 from .verify import kda_conv_verify, kda_deferred_verify, kda_recoverssm_verify
 
@@ -16,6 +18,7 @@ __all__ = [
     "FP32_DEFERRED",
     "NULL_BLOCK_ID",
     "SCRATCH_ROW",
+    "BoundaryBlock",
     "ErrorKind",
     "ErrorReport",
     "KDADeferredCommitContext",
@@ -25,6 +28,7 @@ __all__ = [
     "KDARecoverSSMRecords",
     "Owners",
     "RecordSlots",
+    "RequestState",
     "align_eager_mask",
     "align_state_indices",
     "allocate_records",
@@ -34,5 +38,8 @@ __all__ = [
     "kda_conv_verify",
     "kda_deferred_verify",
     "kda_recoverssm_verify",
+    "load_state",
     "reset_errors",
+    "save_state",
+    "weights_fingerprint",
 ]
