@@ -123,7 +123,7 @@ def test_an_engines_layers_follow_their_oracles_through_stock_steps(dim_first):
     layers = engine(WIDTH - 1 + WINDOW - 1, dim_first, engine_records, torch.float32)
     context = KDARecoverSSMCommitContext.create(
         [layer for layer, _ in layers], spec_query_len=WINDOW, max_num_reqs=REQUESTS,
-        backend=backend_device.backend, conv_dim_first=dim_first,
+        conv_dim_first=dim_first,
     )  # fmt: skip
     assert context.conv_history_len == WIDTH - 1
     for accepted in ([4, 1, 2], [1, 1, 3]):
