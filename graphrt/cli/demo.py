@@ -14,7 +14,7 @@ def demo(
     backend: BackendOption = Backend.AUTO,
     requests: Annotated[int, typer.Option(min=1, help="Requests to decode.")] = 6,
     batch: Annotated[int, typer.Option(min=1, help="Rows decoded at once; requests beyond it wait.")] = 4,
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens of the longest request.")] = 80,
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens of the longest request.")] = 64,
     query_len: Annotated[int, typer.Option(min=1, max=16, help="Window: 1 + most draft tokens.")] = 8,
     json_file: JsonOption = None,
 ) -> None:
