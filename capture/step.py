@@ -50,14 +50,14 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What the sampling of a step decides. [B] each."""
+    """What the sampling of a step decides, by row."""
 
     num_accepted_tokens: Tensor
-    """int32: tokens of the row's window that stand."""
+    """[B] int32: tokens of the row's window that stand."""
     query_lens: Tensor
-    """int32: tokens of the row's next window, 0..Q; the callable has put the tokens themselves where verify reads."""
+    """[B] int32: tokens of the row's next window, 0..Q; the callable has put these tokens where verify reads."""
     finished: Tensor | None = None
-    """bool or uint8: rows that are done: committed in this step, padding from the next one on."""
+    """[B] bool or uint8: rows that are done: committed in this step, padding from the next one on."""
 
 
 Verify = Callable[[StepRows], Any]
