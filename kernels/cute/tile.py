@@ -164,12 +164,13 @@ def load_replay(record, c, q, dtype, n, scale, bias, lower_bound):
     return keys, decays
 
 
-@cute.jit
 def store_norm_partials(keys, partials, warp, lane):
-    """Each warp's share of the keys' squared norms, [MAX_Q, 4] floats; a barrier must follow."""
+    """Each warp's share of the keys' squared norms, [MAX_Q, 4] floats; a barrier must follow.
+
+    Four lanes store the same total to the same place: a branch would keep the shuffles from overlapping what follows.
+    """
     total = warp_sums([key * key for key in keys], lane)
-    if (lane & 3) == 0:
-        ptx.store_shared(partials + owned_sum(lane) * 16 + warp * 4, total)
+    ptx.store_shared(partials + owned_sum(lane) * 16 + warp * 4, total)
 
 
 def store_replay(keys, decays, partials, out_keys, out_decay, c, lane):

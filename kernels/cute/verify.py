@@ -108,7 +108,7 @@ class VerifyF32(VerifyRoles):
             n = self.prepare_replay(shared, i, thread - 256, warp - 8, lane, parameters)
             while n >= 0:
                 n = self.prepare_replay(shared, i + 1, thread - 256, warp - 8, lane, parameters)
-                self.solve(shared, i, thread - 256, warp - 8, lane, share, token_strides[5])
+                self.solve(shared, i, thread - 256, warp - 8, lane, share, token_strides[4], token_strides[5])
                 i += 1
         else:
             cute.arch.setmaxregister_decrease(_REGISTERS[3])
@@ -231,6 +231,8 @@ class VerifyF32(VerifyRoles):
                     ptx.store_shared(value_at + rings.CORRECTION, correction)
                     out = tokens[5] + Int64(first) * token_strides[5] + Int64(h) * self.token_bytes
                     ptx.store_shared(value_at + rings.OUT, out)
+                    beta = tokens[4] + Int64(first) * token_strides[4] + Int64(h) * (self.beta_dtype.width // 8)
+                    ptx.store_shared(value_at + rings.BETA, beta)
                     ptx.store_shared(value_at + rings.STATE, self.state_address(slot, h, share, layer, layer_strides))
                     record_full = shared + self.record_full + 8 * stage
                     correction_full = shared + self.correction_full + 8 * place
@@ -272,7 +274,7 @@ class VerifyF32(VerifyRoles):
 
     @cute.jit
     def load_tokens(self, shared: Int32, lane: Int32, i: Int32, tokens, token_strides):
-        """q, k, gate and v of item i's tokens, lane = token + 8 * tensor; then their beta."""
+        """q, k, gate and v of item i's tokens: lane = token + 8 * tensor."""
         stage = i & 1
         place = i - i // rings.VALUES * rings.VALUES
         at = shared + self.input_notices + rings.NOTICE_BYTES * stage
@@ -300,13 +302,6 @@ class VerifyF32(VerifyRoles):
         if t < length:
             address = source + Int64(first + t) * stride + Int64(h) * self.token_bytes
             ptx.bulk_load(target + t * self.token_bytes, address, Int32(self.token_bytes), barrier)
-        if lane < length:
-            at_beta = tokens[4] + Int64(first + lane) * token_strides[4] + Int64(h) * (self.beta_dtype.width // 8)
-            beta = ptx.load_global(at_beta, self.beta_dtype).to(Float32)
-            ptx.store_shared(shared + self.betas + 32 * place + 4 * lane, ptx.sigmoid(beta))
-        cute.arch.sync_warp()
-        if lane == 0:
-            ptx.mbar_arrive(value_full)
 
     @cute.jit
     def write_zeros(self, lane: Int32, out: Int64, out_stride: Int64, indices, index_strides, limits):

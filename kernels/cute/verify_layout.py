@@ -17,7 +17,7 @@ NOTICE_BYTES = 64
 # Byte offsets in the notice of the raw inputs ...
 N, LENGTH, HEAD, FIRST, KEY_GATE = 0, 4, 8, 12, 16
 # ... and in the notice of u and v.
-CORRECTION, OUT, STATE = 16, 24, 32
+CORRECTION, OUT, STATE, BETA = 16, 24, 32, 40
 
 
 def swizzled(row, channel_byte):
@@ -52,7 +52,6 @@ class VerifyLayout:
         self.low = take(STAGES * self.matrix_bytes)
         self.inverse = take(STAGES * self.matrix_bytes // 2)  # k̂_i exp(-L_i); later the partial couplings
         self.couplings = take(STAGES * PROBES * 32)
-        self.betas = take(VALUES * 32)
         self.projections = take(V * PROJECTION_BYTES)
         self.window_norms = take(STAGES * PROBES * 16)
         self.replay_norms = take(STAGES * tile.MAX_Q * 16)
@@ -62,7 +61,7 @@ class VerifyLayout:
         bar = self._barrier
         self.tile_full, self.tile_folded, self.tile_empty = bar(self.depth, 1), bar(self.depth, 4), bar(self.depth, 1)
         self.record_full, self.token_full, self.input_empty = bar(INPUTS, 1), bar(INPUTS, 1), bar(INPUTS, 8)
-        self.correction_full, self.value_full = bar(VALUES, 1), bar(VALUES, 2)
+        self.correction_full, self.value_full = bar(VALUES, 1), bar(VALUES, 1)
         self.value_empty = bar(VALUES, 9)
         self.replay_full, self.replay_empty = bar(STAGES, 4), bar(STAGES, 4)
         self.window_full, self.window_empty = bar(STAGES, 4), bar(STAGES, 8)

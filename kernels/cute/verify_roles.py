@@ -18,6 +18,7 @@ from cutlass import Float32, Int32, Int64
 from . import ptx, tile
 from .tile import K, V
 from .verify_layout import (
+    BETA,
     CORRECTION,
     HEAD,
     KEY_GATE,
@@ -299,13 +300,24 @@ class VerifyRoles(VerifyLayout):
         return ptx.load_shared(table + 32 * row, count=4) + ptx.load_shared(table + (32 * row + 16), count=4)
 
     @cute.jit
-    def solve(self, shared: Int32, i: Int32, c: Int32, warp: Int32, lane: Int32, share: Int32, out_stride: Int64):
+    def solve(
+        self,
+        shared: Int32,
+        i: Int32,
+        c: Int32,
+        warp: Int32,
+        lane: Int32,
+        share: Int32,
+        beta_stride: Int64,
+        out_stride: Int64,
+    ):
         """Warpgroup 2, thread c = value channel c: couplings, then u and o of the window, token by token."""
         stage = i & 1
         phase = (i >> 1) & 1
         at, place, _ = self.value_notice(shared, i)
         turn = i // VALUES
         length = ptx.load_shared(at + LENGTH, Int32)
+        tokens = length
         channel = share * self.tile.rows + c
         if cutlass.const_expr(self.split > 1):
             # The other half of the threads has no row of the tile.
@@ -314,6 +326,11 @@ class VerifyRoles(VerifyLayout):
         record = ptx.load_shared(at + CORRECTION, Int64) + Int64(channel * 4)
         out = ptx.load_shared(at + OUT, Int64) + Int64(channel * self.size)
         ptx.mbar_wait(shared + self.value_full + 8 * place, turn & 1)
+        # Lane t fetches β_t behind the wait for v, which came after the predecessor; the couplings hide its latency.
+        beta = Float32(0.0)
+        if lane < tokens:
+            at_beta = ptx.load_shared(at + BETA, Int64) + Int64(lane) * beta_stride
+            beta = ptx.load_global(at_beta, self.beta_dtype).to(Float32)
         ptx.mbar_wait(shared + self.window_full + 8 * stage, phase)
         gq, tq = lane >> 2, lane & 3
         parts = self.couple(shared, stage, warp, gq, tq)
@@ -336,6 +353,7 @@ class VerifyRoles(VerifyLayout):
         cute.arch.sync_warp()
         if lane == 0:
             ptx.mbar_arrive(shared + self.projection_empty)
+        beta = ptx.sigmoid(beta)
         u = []
         for t in cutlass.range_constexpr(self.q):
             # u_t = β_t (v_t - S_0 p_t - Σ_{i<t} c_ti u_i)
@@ -343,7 +361,7 @@ class VerifyRoles(VerifyLayout):
             weights = self.load_couplings(table, t)
             for j in cutlass.range_constexpr(t):
                 x = ptx.fma(-weights[j], u[j], x)
-            u.append(ptx.load_shared(shared + self.betas + 32 * place + 4 * t) * x)
+            u.append(cute.arch.shuffle_sync(beta, t) * x)
             if t < length:
                 ptx.store_global(record + t * (V * 4), u[t])
         for t in cutlass.range_constexpr(self.q):
