@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..steps import Convolution, Rows
-
 
 def composed(
     verify: Callable[..., None], conv_verify: Callable[..., None], q: Tensor, k: Tensor, v: Tensor, *arguments: Any,
@@ -15,17 +13,15 @@ def composed(
     """Run `conv_verify` on the raw projections q, k, v [1, T, H, K], then `verify` on what it made of them.
 
     Args:
-        arguments: of the verify behind q, k and v; the last four are rows, the convolution, out and errors.
+        arguments: of the verify behind q, k and v: raw_g to records, rows, the convolution, out and errors.
     """
-    *inputs, rows, conv, out, errors = arguments
-    assert isinstance(rows, Rows) and isinstance(conv, Convolution)
+    *inputs, records, rows, conv, out, errors = arguments
     x = projections(q, k, v)
     mixed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    # Row b without record rows is record row b, whatever R is.
-    num_rows = 2**31 - 1 if rows.pending is None else rows.pending.shape[0]
+    num_rows = records.correction.shape[0]
     conv_verify(x, conv.state, conv.weight, conv.bias, rows, conv.keeps_history, num_rows, mixed, errors)
     parts = mixed[None].unflatten(-1, (3, *q.shape[2:])).unbind(2)
-    verify(*parts, *inputs, rows, out, errors)
+    verify(*parts, *inputs, records, rows, out, errors)
 
 
 def projections(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
