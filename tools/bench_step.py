@@ -1,19 +1,24 @@
 """How long is a decode step of the FP32 backend, eager and deferred, against what the memory allows?
 
 Shape (default): L = 69 layers, H = 12, K = V = 128, Q = 8, n = 4 records pending, bf16 activations shared by the
-layers, checkpoints and records of distinct pages per layer. Every figure is the median of CUDA graph replays, timed
-with events.
+layers; checkpoints, records and convolution states in distinct pages per layer. Every figure is the median of CUDA
+graph replays, timed with events, with programmatic launches as they are by default.
 
 Columns, µs for all layers:
-- deferred: the deferred verifies, programmatic but for the first. The commit of such a step folds nothing.
-- eager: stock verifies, then the fold of n records.
-- verify: stock verifies alone. fold: the fold alone (a commit or a flush).
+- deferred: a deferred step, the verifies of all layers and the commit, which folds nothing.
+- eager: stock verifies, then a commit that folds n records now.
+- verify: stock verifies alone. commit: the deferred commit alone (plan and defer). fold: the fold of n records alone.
+- flush: plan, compaction of the convolution histories, and fold.
+- plain: the deferred step without programmatic launches.
+- conv inside, conv apart: a deferred step whose verifies run the short convolution, and one with a launch for it.
 - host: of one eager launch of the verify, host time.
 - floor: bytes of the deferred step (state in and out, n KiB + Q KiB of records, 1.25 Q KiB of activations per
   request, head and layer) over the card's in-place read-and-write rate, measured first; two_pass: the state alone,
   what a fold needs.
 
     python tools/bench_step.py [--batch 1 4 16 64] [--pending 4] [--json PATH] [--plot PATH] [--choose PATH]
+
+`--choose` writes the table that `CommitRunner` and `DecodeStep` read to decide between eager and deferred.
 """
 
 import argparse
@@ -24,10 +29,14 @@ from types import SimpleNamespace
 
 import torch
 
+from graphrt import KDADeferredCommitContext, KDALayer, KDARecoverSSMRecords
+from graphrt.kernels.conv import conv_verify
 from graphrt.kernels.cute import commit, deferred
+from graphrt.steps import Convolution, Rows
 
 K = 128
 KIB = 1024
+WIDTH = 4  # of the short convolution
 
 
 def graph_us(run, repeats: int = 20) -> float:
@@ -68,79 +77,91 @@ def host_us(run, launches: int) -> float:
 
 
 class Model:
-    """Static tensors of L layers for up to `batch` requests, and the two kinds of step over them."""
+    """Static tensors of L layers for up to `batch` requests, and the kinds of step over them."""
 
     def __init__(self, layers, heads, q, batch, n, dtype=torch.bfloat16):
-        self.q, self.batch, self.n = q, batch, n
-        device = "cuda"
+        self.q, self.batch, self.n, self.heads = q, batch, n, heads
+        device, dim, columns = "cuda", 3 * heads * K, WIDTH - 1 + q
 
         def scratch(*shape, kind):
             return torch.randn(batch + 1, *shape, device=device, dtype=kind)[1:]
 
-        self.states = [torch.randn(batch + 1, heads, K, K, device=device) for _ in range(layers)]
-        self.corrections = [scratch(heads, q, K, kind=torch.float32) for _ in range(layers)]
-        self.key_gates = [scratch(heads, q, 2 * K, kind=dtype) for _ in range(layers)]
         self.a_log = torch.rand(heads, device=device)
         self.dt_bias = torch.randn(heads * K, device=device)
-        self.inputs = [torch.randn(1, batch * q, heads, K, device=device, dtype=dtype) for _ in range(4)]
+        self.weight = torch.randn(dim, WIDTH, device=device, dtype=dtype)
+        self.layers = [
+            KDALayer(
+                kv_cache=(
+                    torch.randn(batch + 1, dim, columns, device=device, dtype=dtype),
+                    torch.randn(batch + 1, heads, K, K, device=device),
+                ),
+                recoverssm_records=KDARecoverSSMRecords(
+                    scratch(heads, q, K, kind=torch.float32), scratch(heads, q, 2 * K, kind=dtype)
+                ),
+                A_log=self.a_log,
+                dt_bias=self.dt_bias,
+                local_num_heads=heads,
+                head_dim=K,
+                gate_lower_bound=-5.0,
+                conv_weight=self.weight,
+            )
+            for _ in range(layers)
+        ]
+        self.context = KDADeferredCommitContext.create(self.layers, spec_query_len=q, max_num_reqs=batch)
+        if self.context.backend != "fp32_deferred":
+            raise SystemExit(self.context.backend_reason)
+        self.x = torch.randn(batch * q, dim, device=device, dtype=dtype)
+        self.mixed = torch.empty_like(self.x)
+        self.gates = torch.randn(1, batch * q, heads, K, device=device, dtype=dtype)
         self.beta = torch.randn(1, batch * q, heads, device=device, dtype=dtype)
-        self.out = torch.empty_like(self.inputs[0])
+        self.out = torch.empty_like(self.gates)
         self.loc = torch.arange(batch + 1, device=device, dtype=torch.int32) * q
         self.slots = torch.arange(1, batch + 1, device=device, dtype=torch.int32)
         self.rows = torch.arange(batch, device=device, dtype=torch.int32)
-        self.pending = torch.full((batch,), n, device=device, dtype=torch.int32)
+        self.accepted = torch.full((batch,), n, device=device, dtype=torch.int32)
+        self.pending = self.accepted.clone()
         self.errors = torch.zeros(16, device=device, dtype=torch.int32)
         zeros = torch.zeros_like(self.slots)
         self.plan = SimpleNamespace(
-            commit_lens=self.pending,
+            commit_lens=self.accepted,
             final_state_indices=self.slots,
             boundary_state_indices=zeros,
             boundary_recovery_lens=zeros,
         )
-        self.stack = self._stack(layers)
 
-    def _stack(self, layers):
-        lists = {
-            "checkpoint": self.states,
-            "correction": self.corrections,
-            "key_gate": self.key_gates,
-            "A_log": [self.a_log] * layers,
-            "dt_bias": [self.dt_bias] * layers,
-        }
-        tables = {}
-        for name, tensors in lists.items():
-            tables[f"{name}_addrs"] = torch.tensor([t.data_ptr() for t in tensors], device="cuda")
-            tables[f"{name}_strides"] = torch.tensor([t.stride(0) for t in tensors], device="cuda")
-        return SimpleNamespace(
-            checkpoints=self.states,
-            corrections=self.corrections,
-            key_gates=self.key_gates,
-            A_logs=lists["A_log"],
-            dt_biases=lists["dt_bias"],
-            lower_bound=-5.0,
-            spec_query_len=self.q,
-            **tables,
-        )
-
-    def verifies(self, deferred_step: bool, split: int | None = None):
-        q, k, v, g = self.inputs
+    def verifies(self, deferred_step: bool, conv: str = "", split: int | None = None):
+        """The verifies of all layers; `conv` "inside" or "apart": with their convolutions."""
         pending = self.pending if deferred_step else None
-        for l, (state, correction, key_gate) in enumerate(
-            zip(self.states, self.corrections, self.key_gates, strict=True)
-        ):
-            records = SimpleNamespace(correction=correction, key_gate=key_gate)
+        rows = Rows(self.loc, self.slots, self.rows, pending, self.q)
+        source = self.mixed if conv == "apart" else self.x
+        q, k, v = source[None].unflatten(-1, (3, self.heads, K)).unbind(2)
+        for layer in self.layers:
+            state, checkpoint = layer.kv_cache
+            if conv == "apart":
+                conv_verify(self.x, state, self.weight, None, rows, True, self.batch, self.mixed, self.errors)
             deferred.deferred_verify_f32(
-                q, k, v, g, self.beta, self.a_log, self.dt_bias, -5.0, state, records, self.loc, self.slots, self.q,
-                self.out, self.errors, record_rows=self.rows, pending=pending, programmatic=l > 0,
-                split=split,
+                q, k, v, self.gates, self.beta, self.a_log, self.dt_bias, -5.0, checkpoint, layer.recoverssm_records,
+                self.loc, self.slots, self.q, self.out, self.errors, record_rows=self.rows, pending=pending,
+                conv=Convolution(state, self.weight, None, True) if conv == "inside" else None, split=split,
             )  # fmt: skip
 
-    def fold(self):
-        commit.fold(self.stack, self.plan, self.slots, self.rows, False)
+    def fold(self, align: bool = False):
+        commit.fold(self.context.stack, self.plan, self.slots, self.rows, align)
 
-    def eager(self):
-        self.verifies(False)
-        self.fold()
+    def flush(self):
+        self.context.flush(self.slots, self.rows, self.pending)
+
+    def commit(self, deferred_step: bool = True):
+        pending = self.pending if deferred_step else None
+        self.context.commit(self.accepted, self.slots, self.loc, record_rows=self.rows, pending=pending)
+
+    def step(self, deferred_step: bool, conv: str = "", split: int | None = None):
+        self.verifies(deferred_step, conv, split)
+        self.commit(deferred_step)
+
+    def plain_step(self):
+        with deferred.programmatic_launches(False):
+            self.step(True)
 
 
 def measure(batch, layers, heads, q, n, rate, splits):
@@ -150,15 +171,21 @@ def measure(batch, layers, heads, q, n, rate, splits):
     two_pass = items * 128 * KIB / rate * 1e6
     row = {
         "batch": batch,
-        "deferred": graph_us(lambda: model.verifies(True)),
-        "eager": graph_us(model.eager),
+        "deferred": graph_us(lambda: model.step(True)),
+        "eager": graph_us(lambda: model.step(False)),
         "verify": graph_us(lambda: model.verifies(False)),
+        "commit": graph_us(model.commit),
         "fold": graph_us(model.fold),
+        "flush": graph_us(model.flush),
+        "plain": graph_us(model.plain_step),
+        "conv inside": graph_us(lambda: model.step(True, "inside")),
+        "conv apart": graph_us(lambda: model.step(True, "apart")),
         "floor": floor,
         "two_pass": two_pass,
     }
     for split in splits:
-        row[f"deferred, split {split}"] = graph_us(lambda split=split: model.verifies(True, split))
+        row[f"deferred, split {split}"] = graph_us(lambda split=split: model.step(True, split=split))
+        row[f"conv inside, split {split}"] = graph_us(lambda split=split: model.step(True, "inside", split))
     row["host"] = host_us(lambda: model.verifies(True), layers)
     return row | {"deferred/floor": row["deferred"] / floor, "fold/two_pass": row["fold"] / two_pass}
 
