@@ -60,7 +60,7 @@ class _Binding:
 
     def fault(self) -> str | None:
         """What happened to it since, or None."""
-        if self.storage.expired():  # type: ignore[no-untyped-call]
+        if self.storage.expired():
             return "was freed"
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         if storage is not None and storage.data_ptr() != self.storage_address:
@@ -87,7 +87,7 @@ class Bindings:
         storage = t.untyped_storage()
         key = (id(t), t.data_ptr())
         if key not in self._seen or self._seen[key].tensor() is not t:
-            weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+            weak = StorageWeakRef(storage)
             self._seen[key] = _Binding(where, weakref.ref(t), t.data_ptr(), weak, storage.data_ptr())
 
     def drop(self, ranges: list[tuple[int, int]]) -> None:

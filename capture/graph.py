@@ -32,7 +32,7 @@ _placeholders: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
 @functools.cache
 def capture_stream(device_index: int) -> torch.cuda.Stream:
     """The side stream of every warm-up and capture on a device: libraries key their work space by stream."""
-    return torch.cuda.Stream(device_index)  # type: ignore[no-untyped-call]
+    return torch.cuda.Stream(device_index)
 
 
 def record_graph(
@@ -105,6 +105,7 @@ def _capture(
             "launch on torch.cuda.current_stream(), never on a stream remembered from an earlier call"
         )
     graph.instantiate()
+    watch.marks.follow(graph)
     _let_go(shared_pool)
     if bindings is not None:
         bindings.drop(pool_ranges(pool))
@@ -118,8 +119,11 @@ def _capture(
 
 def _watched(fn: Callable[[], Any], watch: CaptureWatch) -> Any:
     """What `fn` returns, with every guard on for its length."""
-    with no_compiling(watch), launch.record_into(watch):
-        outputs = fn()
+    try:
+        with no_compiling(watch), launch.record_into(watch):
+            outputs = fn()
+    finally:
+        watch.marks.resolve()
     # A refusal counts even where the function swallowed it.
     if watch.refusal is not None:
         raise watch.refusal
@@ -255,3 +259,15 @@ class GraphRecording(Recording):
         stage = next((name for name, first, end in self._stages if first <= i < end), "")
         name, facts = driver.DETAILS[node_type](handle) if node_type in driver.DETAILS else (node_type, {})
         return GraphNode(node_type, name, stage, facts)
+
+
+def only_kernel(recording: Recording) -> driver.KernelLaunch:
+    """The one kernel of a recording, to be launched without the graph; the recording must live as long.
+
+    ValueError if the recording is anything else than one kernel.
+    """
+    graph = getattr(recording, "_graph", None)
+    handles = [] if graph is None else driver.nodes(graph.raw_cuda_graph())
+    if len(handles) != 1 or driver.node_type(handles[0]) != "kernel":
+        raise ValueError(f"recording {recording.name!r}: expected one kernel, got {len(handles)} nodes")
+    return driver.KernelLaunch(handles[0])

@@ -17,6 +17,7 @@ import triton
 from graphrt.capture.bindings import Bindings, launch_tensors
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.pool import Memory
+from graphrt.profiling import KernelMarks
 
 # Files whose lines are not the user's.
 _LIBRARIES = tuple(
@@ -63,6 +64,7 @@ class CaptureWatch:
         self.refusal: CaptureError | None = None
         self._is_capturing, self._num_nodes = is_capturing, num_nodes
         self._memory, self._bindings = memory, bindings
+        self.marks = KernelMarks(recording)
 
     def launch(self, name: str, run: Callable[..., None], args: tuple[Any, ...]) -> None:
         """Check one launch, run it, and note which nodes of the graph it made."""
@@ -74,7 +76,8 @@ class CaptureWatch:
         tensors = launch_tensors(run, args)
         self._check_memory(name, tensors)
         first = self._num_nodes()
-        run(*args)
+        with self.marks.mark(name):
+            run(*args)
         end = self._num_nodes()
         if first is not None and end is not None:
             if end == first:

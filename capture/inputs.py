@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphrt import backends
+from graphrt import backends, profiling
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.pinned import PinnedRing
 from graphrt.capture.recording import is_under_way
 from graphrt.capture.sources import NAMES, Source, as_tensor, check_sources
 from graphrt.capture.static import allocate_rows, cut_rows
+from graphrt.checks import check_count, fail
 from graphrt.errors import canonical, error_counter
 from graphrt.launch import is_recording, launch
 from graphrt.steps import Staged, StageSources
@@ -52,19 +53,20 @@ class StepInputs:
     block_table: Tensor = field(init=False, repr=False)
     """[R, block_table_width] int32, by row; null past the width of what was staged."""
     _block: Tensor = field(init=False, repr=False)
+    _addresses: range = field(init=False, repr=False)
     _all: Staged = field(init=False, repr=False)
     _rows: dict[int, Staged] = field(init=False, repr=False, default_factory=dict)
     _ring: PinnedRing | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, least in (("max_num_reqs", 1), ("spec_query_len", 1), ("block_table_width", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name}: expected at least {least}, got {getattr(self, name)}")
+            check_count(name, getattr(self, name), least)
         put: Any = object.__setattr__
         put(self, "device", canonical(self.device))
         error_counter(self.device)
         block, staged = allocate_rows(self.max_num_reqs, self.block_table_width, self.device)
         put(self, "_block", block)
+        put(self, "_addresses", range(block.data_ptr(), block.data_ptr() + block.nbytes))
         put(self, "_all", staged)
         for name in NAMES:
             if name != "request_indices":
@@ -77,10 +79,10 @@ class StepInputs:
         Raises:
             ValueError: if there are not so many rows.
         """
+        if type(num_reqs) is not int or not 1 <= num_reqs <= self.max_num_reqs:
+            fail("num_reqs", f"1..{self.max_num_reqs} (max_num_reqs)", repr(num_reqs))
         cut = self._rows.get(num_reqs)
         if cut is None:
-            if not 1 <= num_reqs <= self.max_num_reqs:
-                raise ValueError(f"num_reqs: expected 1..{self.max_num_reqs} (max_num_reqs), got {num_reqs}")
             cut = self._rows[num_reqs] = cut_rows(self._all, num_reqs)
         return cut
 
@@ -117,8 +119,8 @@ class StepInputs:
                 static buffers themselves.
             CaptureError: for host values inside a recording, which would freeze them.
         """
-        if not 0 <= num_reqs <= self.max_num_reqs:
-            raise ValueError(f"num_reqs: expected 0..{self.max_num_reqs} (max_num_reqs), got {num_reqs}")
+        if type(num_reqs) is not int or not 0 <= num_reqs <= self.max_num_reqs:
+            fail("num_reqs", f"0..{self.max_num_reqs} (max_num_reqs)", repr(num_reqs))
         values = (
             state_indices, record_rows, query_start_loc, num_accepted_tokens, eager, request_indices,
             num_computed_tokens, block_table,
@@ -126,11 +128,15 @@ class StepInputs:
         recording = _is_recording(self._ring)
         if recording:
             _refuse_host_values(values, self.device)
-        checked = check_sources(values, num_reqs, self.device, self._block)
+        checked = check_sources(values, num_reqs, self.device, self._addresses)
         if self._ring is not None and not recording:
-            self._ring.stage(num_reqs, checked)
+            if profiling.ranges is None:
+                self._ring.stage(num_reqs, checked)
+                return
+            with profiling.annotated("stage", "graphrt.stage", profiling.stage_work(num_reqs, eager)):
+                self._ring.stage(num_reqs, checked)
             return
-        sources = StageSources(num_reqs, *(as_tensor(i, value) for i, value in enumerate(checked)))
+        sources = StageSources(num_reqs, **{NAMES[i]: as_tensor(i, value) for i, value, *_ in checked})
         run = backends.by_device(self.device).stage
         launch("graphrt.stage", run, self._all, sources, None, error_counter(self.device))
 

@@ -55,7 +55,7 @@ class CallHook(TorchFunctionMode):
             self.tape.user_call = outer
 
 
-class OperatorHook(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorHook(TorchDispatchMode):
     """Puts every operator that computes on the tape instead of running it."""
 
     def __init__(self, tape: Tape) -> None:

@@ -1,24 +1,25 @@
-"""Staging from the host without a wait: a ring of pinned blocks, each with its own recorded launch.
+"""Staging from the host without a wait: a ring of pinned blocks, each with its own prepared launch.
 
 A block holds the host values of one step and a header that says where all of the step's sources are: in the block
-itself, or anywhere on the device. The staging kernel reads the header when it runs, so one recording per block serves
-every step: the host writes a block, replays one node, and goes on. Nothing is copied by a node of its own, and no
-argument of a launch is built in Python. An event keeps a block until the device has read it.
+itself, or anywhere on the device. The staging kernel reads the header when it runs, so one launch per block, recorded
+once, serves every step: the host writes the block, repeats the launch by a single driver call, and goes on. Nothing
+is copied by a node of its own, and no argument of a launch is built in Python. An event keeps a block until the device
+has read it.
 """
 
 import contextlib
 import ctypes
 import struct
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
+from functools import lru_cache, partial
 
 import torch
-from torch import Tensor
 
 from graphrt import backends
+from graphrt.capture import driver
+from graphrt.capture.graph import only_kernel
 from graphrt.capture.recorder import record
-from graphrt.capture.sources import BY_REQUEST, EAGER, NAMES, OFFSETS, TABLE, as_tensor
+from graphrt.capture.sources import BY_REQUEST, DEVICE, EAGER, HOST, NAMES, PLAIN, TABLE, Checked, as_tensor
 from graphrt.errors import error_counter
 from graphrt.steps import Staged, StageSources
 
@@ -30,26 +31,38 @@ _ANY = 2**31 - 1
 _NOTHING = [0, _ANY] + [0] * (HEADER_WORDS - 2)
 
 
+@lru_cache(1024)
+def _packer(count: int) -> struct.Struct:
+    return struct.Struct(f"={count}i")
+
+
+class _Room:
+    """Pinned memory that is written by address; what it must hold beyond its size makes a new, larger one."""
+
+    def __init__(self, num_bytes: int, pin: bool) -> None:
+        self._pin = pin
+        self.grow(num_bytes)
+
+    def grow(self, num_bytes: int) -> None:
+        self._bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin)
+        self.memory = (ctypes.c_char * num_bytes).from_address(self._bytes.data_ptr())
+        self.begin = self._bytes.data_ptr()
+        self.end = self.begin + num_bytes
+
+
 class PinnedBlock:
-    """One step's host values on their way to the device: the header, then plain ints, plain bytes, and tensors."""
+    """One step's host values on their way to the device: the header, plain ints, and the bytes of host tensors."""
 
     def __init__(self, max_num_reqs: int, pin: bool = True) -> None:
-        self._pin = pin
         # Room for the vectors that every step has; the rest grows when it is first needed.
-        ints = 4 * (max_num_reqs + 1)
+        num_bytes = 16 * (max_num_reqs + 1)
         self.header = torch.zeros(HEADER_WORDS, dtype=torch.int64, pin_memory=pin)
         self._header = (ctypes.c_char * _HEADER.size).from_address(self.header.data_ptr())
-        self._grow_ints(ints)
-        self._tensors = torch.empty(ints, dtype=torch.int32, pin_memory=pin)
-        self._bytes = torch.empty(max_num_reqs, dtype=torch.uint8, pin_memory=pin)
+        self._words: list[int] = []
+        self._ints, self._tensors = _Room(num_bytes, pin), _Room(num_bytes, pin)
 
-    def _grow_ints(self, ints: int) -> None:
-        self._ints = torch.empty(ints, dtype=torch.int32, pin_memory=self._pin)
-        self._ints_at = self._ints.data_ptr()
-        self._int_memory = (ctypes.c_int * ints).from_address(self._ints_at)
-
-    def write(self, num_reqs: int, sources: Sequence[Any]) -> None:
-        """Put checked sources (in the order of NAMES) into the block, and say in the header where they are.
+    def write(self, num_reqs: int, sources: Sequence[Checked]) -> None:
+        """Put checked sources into the block, and say in the header where they are.
 
         Raises:
             ValueError: naming the argument that is no list of 32-bit ints.
@@ -57,88 +70,59 @@ class PinnedBlock:
         words = _NOTHING.copy()
         words[0] = num_reqs
         ints: list[int] = []
-        host: list[tuple[int, Tensor]] = []
-        at = self._ints_at
-        for i, source in enumerate(sources):
-            if source is not None:
-                _place(i, source, num_reqs, words, at, ints, host)
-        if len(ints) > self._ints.shape[0]:
-            self._grow_ints(2 * len(ints))
-            self.write(num_reqs, sources)
-            return
-        self._write_ints(ints, sources)
-        if host:
-            self._write_host(host, words)
-        _HEADER.pack_into(self._header, 0, *words)
+        ints_at, free = self._ints.begin, self._tensors.begin
+        for i, source, place, address, entries in sources:
+            if BY_REQUEST[i] and entries < words[1]:
+                words[1] = entries
+            at = 4 + 3 * i
+            words[at + 2] = entries
+            if place == DEVICE:
+                words[at] = address
+                strides = source.stride()
+                words[at + 1] = strides[0]
+                if i == TABLE:
+                    words[2], words[3] = source.shape[1], strides[1]
+                continue
+            words[at + 1] = 1
+            if place == PLAIN and i != EAGER:
+                words[at] = ints_at + 4 * len(ints)
+                ints += source if len(source) == entries else source[:entries]
+                continue
+            num_bytes = 4 * entries
+            if i == EAGER:
+                num_bytes = entries
+            elif i == TABLE:
+                words[2] = words[at + 1] = source.shape[1]
+                words[3] = 1
+                num_bytes *= words[2]
+            if free + num_bytes > self._tensors.end:
+                self._tensors.grow(2 * (free + num_bytes - self._tensors.begin))
+                return self.write(num_reqs, sources)
+            words[at] = free
+            if place == HOST and source.is_contiguous():
+                ctypes.memmove(free, address, num_bytes)
+            else:
+                dense = as_tensor(i, source)[:entries].contiguous()
+                ctypes.memmove(free, dense.data_ptr(), num_bytes)
+            # The next one starts on four bytes as well.
+            free += num_bytes + (-num_bytes & 3)
+        if ints:
+            if 4 * len(ints) > self._ints.end - ints_at:
+                self._ints.grow(8 * len(ints))
+                return self.write(num_reqs, sources)
+            self._write_ints(ints, sources)
+        if words != self._words:
+            _HEADER.pack_into(self._header, 0, *words)
+            self._words = words
 
-    def _write_ints(self, ints: list[int], sources: Sequence[Any]) -> None:
+    def _write_ints(self, ints: list[int], sources: Sequence[Checked]) -> None:
         try:
-            struct.pack_into(f"={len(ints)}i", self._int_memory, 0, *ints)
+            _packer(len(ints)).pack_into(self._ints.memory, 0, *ints)
         except struct.error:
-            for i, source in enumerate(sources):
+            for i, source, *_ in sources:
                 # Raises for the one that is to blame.
                 as_tensor(i, source)
             raise
-
-    def _write_host(self, host: list[tuple[int, Tensor]], words: list[int]) -> None:
-        """All int32 tensors in one concatenation; the eager mask, if it is among them, by itself."""
-        parts, total = [], 0
-        for i, source in host:
-            entries = words[4 + 3 * i + 2]
-            if i == EAGER:
-                self._write_eager(source, entries)
-                words[4 + 3 * i] = self._bytes.data_ptr()
-                continue
-            part = source if source.shape[0] == entries else source[:entries]
-            parts.append(part.flatten() if i == TABLE else part)
-            words[4 + 3 * i] = 4 * total
-            total += parts[-1].shape[0]
-        if not parts:
-            return
-        if total > self._tensors.shape[0]:
-            self._tensors = torch.empty(2 * total, dtype=torch.int32, pin_memory=self._pin)
-        torch.cat(parts, out=self._tensors[:total])
-        base = self._tensors.data_ptr()
-        for i, _ in host:
-            if i != EAGER:
-                words[4 + 3 * i] += base
-
-    def _write_eager(self, source: Any, entries: int) -> None:
-        mask = as_tensor(EAGER, source)
-        if mask is not None:
-            self._bytes[:entries].copy_(mask[:entries])
-
-
-def _place(
-    i: int,
-    source: Any,
-    num_reqs: int,
-    words: list[int],
-    ints_at: int,
-    ints: list[int],
-    host: list[tuple[int, Tensor]],
-) -> None:
-    """Enter one source into the header; plain ints, which will lie at `ints_at`, and host tensors are collected."""
-    plain, at = not isinstance(source, Tensor), 4 + 3 * i
-    entries = num_reqs + (i == OFFSETS)
-    if BY_REQUEST[i]:
-        entries = len(source) if plain else source.shape[0]
-        words[1] = min(words[1], entries)
-    words[at + 1], words[at + 2] = 1, entries
-    if plain and i != EAGER:
-        words[at] = ints_at + 4 * len(ints)
-        ints += source if len(source) == entries else source[:entries]
-        return
-    on_device = not plain and not source.is_cpu
-    if i == TABLE:
-        words[2] = source.shape[1]
-        words[at + 1], words[3] = source.stride() if on_device else (words[2], 1)
-    elif on_device:
-        words[at + 1] = source.stride()[0]
-    if on_device:
-        words[at] = source.data_ptr()
-    else:
-        host.append((i, source))
 
 
 class PinnedRing:
@@ -153,27 +137,33 @@ class PinnedRing:
         with torch.cuda.device(device):
             # Compiled here, for a staging by value inside a later recording.
             backends.by_device(device).stage(staged, StageSources(0), None, errors)
+            self._device = torch.cuda.current_device()
             self._blocks = [PinnedBlock(staged.state_indices.shape[0]) for _ in range(NUM_BLOCKS)]
             self._recordings = [
                 record(partial(stage_header, staged, block.header, errors), device=device, name="graphrt.stage")
                 for block in self._blocks
             ]
-            self._read = [torch.cuda.Event() for _ in self._blocks]  # type: ignore[no-untyped-call]
+            self._launches = [only_kernel(recording) for recording in self._recordings]
+            self._read = [driver.Event() for _ in self._blocks]
         self._next = 0
 
-    def stage(self, num_reqs: int, sources: Sequence[Any]) -> None:
-        """Stage checked sources (in the order of NAMES) on the current stream."""
+    def stage(self, num_reqs: int, sources: Sequence[Checked]) -> None:
+        """Stage checked sources on the current stream of the ring's device."""
         i = self._next
         read = self._read[i]
-        if not read.query():  # type: ignore[no-untyped-call]
-            read.synchronize()
+        read.wait()
         self._blocks[i].write(num_reqs, sources)
-        self._recordings[i].replay()
-        read.record()
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        if torch._C._cuda_getDevice() == self._device and self._launches[i](stream):
+            read.record(stream)
+        else:  # a thread that is on another device, or that has not used this one yet
+            with torch.cuda.device(self._device):
+                self._recordings[i].replay()
+                read.record(stream)
         self._next = (i + 1) % NUM_BLOCKS
 
     def __del__(self) -> None:
         # Pinned memory goes back to a cache at once: not while a launch may still read it.
         with contextlib.suppress(Exception):
             for read in self._read:
-                read.synchronize()
+                read.wait()

@@ -53,7 +53,7 @@ class Memory:
 
 
 def _all_segments() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    found: list[dict[str, Any]] = torch.cuda.memory_snapshot()
     return found
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from graphrt import profiling
 from graphrt.capture.bindings import Bindings, StaticTensors, wanted
 from graphrt.capture.graph import record_graph
 from graphrt.capture.recording import Recording, under_way
@@ -60,7 +61,7 @@ def record(
         raise ValueError(f"warmup: expected a count of 0 or more, got {warmup!r}")
     label = name or str(getattr(fn, "__name__", type(fn).__name__))
     bindings = Bindings(tensors) if wanted(check) else None
-    with under_way(label), torch.no_grad():
+    with profiling.annotated("capture", label), under_way(label), torch.no_grad():
         if place.type == "cpu":
             recording = record_tape(fn, warmup, label, bindings)
         else:

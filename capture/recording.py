@@ -9,6 +9,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from graphrt import profiling
 from graphrt.capture.bindings import Bindings
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.topology import Topology
@@ -69,7 +70,11 @@ class Recording(ABC):
             )
         if self.bindings is not None:
             self.bindings.check(self.name)
-        self._replay()
+        if profiling.ranges is None:
+            self._replay()
+            return
+        with profiling.annotated("replay", self.name):
+            self._replay()
 
     def close(self) -> None:
         """Give back the memory of the recording and forget its tensors. A second call does nothing."""

@@ -115,6 +115,10 @@ class SizedRecordings:
         recording.replay()
         return recording
 
+    def size_of(self, name: str, num_reqs: int) -> int | None:
+        """Rows of the recording that a batch replays; None where it runs eagerly."""
+        return min((size for size in self._recordings.get(name, {}) if size >= num_reqs), default=None)
+
     def _miss(self, name: str, num_reqs: int) -> None:
         self._check_open("replay")
         if not self._recordings:

@@ -21,56 +21,67 @@ OFFSETS, EAGER, REQUESTS, TABLE = (
     NAMES.index(name) for name in ("query_start_loc", "eager", "request_indices", "block_table")
 )
 BY_REQUEST = tuple(name in ("num_accepted_tokens", "num_computed_tokens", "block_table") for name in NAMES)
+PLAIN, HOST, DEVICE = range(3)
+
+Checked = tuple[int, Any, int, int, int]
+"""One source that was given: index in NAMES; tensor or list; PLAIN, HOST or DEVICE; address; entries that are read."""
+
 _BYTES = (torch.uint8, torch.bool)
 
 
-def check_sources(values: tuple[Source, ...], num_reqs: int, device: torch.device, static: Tensor) -> list[Any]:
-    """The values, tensors of them int32 (uint8 for eager) on the host or on `device`; a table is always a tensor.
+def check_sources(values: tuple[Source, ...], num_reqs: int, device: torch.device, static: range) -> list[Checked]:
+    """The values that were given, with what a staging needs to know of them; a table is always a tensor.
 
     Runs at every staging, so it asks each tensor as little as it can.
 
     Args:
         values: in the order of NAMES.
         num_reqs: rows that are staged.
-        static: the block of static buffers, of which no source may be a part.
+        static: addresses of the static buffers, of which no source may be a part.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
     """
     requests = num_reqs if values[REQUESTS] is None else min(num_reqs, 1)
-    first = static.data_ptr()
-    end = first + static.nbytes
-    checked: list[Any] = list(values)
+    checked: list[Checked] = []
     for i, value in enumerate(values):
         if value is None:
             continue
+        place, address = PLAIN, 0
         if isinstance(value, Tensor):
-            t = value
-            dtype, shape = t.dtype, t.shape
+            dtype, shape = value.dtype, value.shape
             if (dtype is not torch.int32 if i != EAGER else dtype not in _BYTES) or len(shape) != 1 + (i == TABLE):
-                _fail_form(i, t)
-            if t.device == device:
-                if first <= t.data_ptr() < end:
-                    fail(NAMES[i], "a tensor of the caller's", "a view of the static buffers", "clone() it")
-            elif not t.is_cpu:
-                fail(NAMES[i], f"a tensor on {device} or on the host", f"one on {t.device}")
+                _fail_form(i, value)
+            place = HOST if value.is_cpu else DEVICE
+            if place == DEVICE and value.device != device:
+                fail(NAMES[i], f"a tensor on {device} or on the host", f"one on {value.device}")
+            address = _address(i, value)
+            if address in static:
+                fail(NAMES[i], "a tensor of the caller's", "a view of the static buffers", "clone() it")
             length = shape[0]
-            if dtype is torch.bool:
-                checked[i] = t.view(torch.uint8)
         else:
-            length = _length(i, value)
+            if type(value) is not list and type(value) is not tuple:
+                value = _plain(i, value)
+            length = len(value)
             if i == TABLE:
-                checked[i] = as_tensor(i, value)
-        least = requests if BY_REQUEST[i] else num_reqs + (i == OFFSETS)
-        if length < least:
-            fail(NAMES[i], f"at least {least} {'requests' if BY_REQUEST[i] else 'entries'}", length)
+                value = as_tensor(i, value)
+                place, address = HOST, value.data_ptr()
+        if BY_REQUEST[i]:
+            if length < requests:
+                fail(NAMES[i], f"at least {requests} requests", length)
+        else:
+            least = num_reqs + (i == OFFSETS)
+            if length < least:
+                fail(NAMES[i], f"at least {least} entries", length)
+            length = least
+        checked.append((i, value, place, address, length))
     return checked
 
 
-def as_tensor(i: int, value: Any) -> Tensor | None:
-    """A checked value as a tensor: nothing of plain ints is rounded, and nothing wraps."""
-    if value is None or isinstance(value, Tensor):
-        return value
+def as_tensor(i: int, value: Any) -> Tensor:
+    """A checked value as a tensor, eager as bytes: nothing of plain ints is rounded, and nothing wraps."""
+    if isinstance(value, Tensor):
+        return value.view(torch.uint8) if value.dtype is torch.bool else value
     try:
         if i == TABLE:
             rows = [array("i", row).tolist() for row in value]
@@ -83,15 +94,26 @@ def as_tensor(i: int, value: Any) -> Tensor | None:
     return torch.frombuffer(ints, dtype=torch.uint8 if i == EAGER else torch.int32)
 
 
-def _length(i: int, value: Any) -> int:
+def _address(i: int, t: Tensor) -> int:
     try:
-        return len(value)
+        return t.data_ptr()
+    except RuntimeError as error:
+        fail(NAMES[i], "a dense tensor", f"one without memory of its own ({error})")
+
+
+def _plain(i: int, value: Any) -> list[Any]:
+    """Any other sequence, or an array of another library, as a list; what has no order or no ints is refused."""
+    if isinstance(value, (str, bytes, bytearray)):
+        _fail_ints(i, value)
+    try:
+        return list(value) if isinstance(value, Sequence) else list(memoryview(value).tolist())
     except TypeError as error:
         _fail_ints(i, value, error)
 
 
-def _fail_ints(i: int, value: object, error: Exception) -> NoReturn:
-    fail(NAMES[i], "a tensor or a sequence of 32-bit ints", f"{type(value).__name__} ({error})")
+def _fail_ints(i: int, value: object, error: Exception | None = None) -> NoReturn:
+    why = "" if error is None else f" ({error})"
+    fail(NAMES[i], "a tensor or a sequence of 32-bit ints", f"{type(value).__name__}{why}")
 
 
 def _fail_form(i: int, t: Tensor) -> NoReturn:

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphrt import backends
+from graphrt import backends, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
-from graphrt.capture.runner import check_parts
+from graphrt.capture.runner import check_parts, settle
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
 from graphrt.capture.static import allocate_rows, cut_rows
 from graphrt.checks import check_index, check_tensor, fail
+from graphrt.choice import Choice
 from graphrt.context import KDARecoverSSMCommitContext
 from graphrt.errors import error_counter
 from graphrt.launch import launch
@@ -91,6 +92,8 @@ class DecodeStep:
             default.
         verify, sample: the user's part of the step.
         flush: whether the step has part 2.
+        choice: eager or deferred by capture size, as for `CommitRunner`: in a size where the eager commit is the
+            faster, staging makes every live row eager.
     """
 
     def __init__(
@@ -104,11 +107,13 @@ class DecodeStep:
         capture_sizes: Iterable[int] | None = None,
         mamba_block_size: int | None = None,
         flush: bool = False,
+        choice: Choice = None,
     ) -> None:
         check_parts(context, pending, inputs, mamba_block_size)
         self.context, self.pending, self.inputs = context, pending, inputs
         self.verify, self.sample = verify, sample
         self.mamba_block_size = mamba_block_size
+        self.choice = settle(context, choice)
         most, device = inputs.max_num_reqs, inputs.device
         self.capture_sizes = check_sizes([most] if capture_sizes is None else capture_sizes, most)
         with torch.inference_mode(False):  # they outlive the caller's mode
@@ -151,11 +156,18 @@ class DecodeStep:
             RuntimeError: before capture and after close. ValueError: for more rows than the inputs have.
         """
         for _ in range(steps):
-            recording = self._recordings.replay("step", num_reqs)
-            if recording is not None:
-                self.outputs = recording.outputs
-            elif num_reqs > 0:
-                self.run(num_reqs)
+            if profiling.ranges is None:
+                self._replay(num_reqs)
+                continue
+            with profiling.annotated("replay", "graphrt.step", profiling.Work(num_reqs)):
+                self._replay(num_reqs)
+
+    def _replay(self, num_reqs: int) -> None:
+        recording = self._recordings.replay("step", num_reqs)
+        if recording is not None:
+            self.outputs = recording.outputs
+        elif num_reqs > 0:
+            self.run(num_reqs)
 
     def replay_dummy(self, num_reqs: int, *, dcp: bool = False) -> None:
         """Run one step on dummy rows, as an idle rank must; the staged step is put back and nothing else changes."""
@@ -227,7 +239,8 @@ class DecodeStep:
             num_computed_tokens=i.num_computed_tokens,
             block_table=i.block_table,
         )
-        begin = StepBegin(self.pending, self.replayed, self.context.stack.geometry.num_slots, self.mamba_block_size)
+        num_slots, eager = self.context.stack.geometry.num_slots, self.choice.eager(num_reqs)
+        begin = StepBegin(self.pending, self.replayed, num_slots, self.mamba_block_size, eager)
         device = self.inputs.device
         run = backends.by_device(device).stage
         launch("graphrt.stage", run, staged, sources, begin, error_counter(device))

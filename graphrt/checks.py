@@ -18,7 +18,7 @@ def fail(name: str, expected: object, got: object, hint: str = "") -> NoReturn:
 
 def check_count(name: str, value: object, at_least: int) -> None:
     """An int that kernels take as one of 32 bits."""
-    if not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, int):
         fail(name, f"an int of at least {at_least}", type(value).__name__)
     if not at_least <= value <= INT32_MAX:
         fail(name, f"at least {at_least}" if value < at_least else f"at most {INT32_MAX}", value)

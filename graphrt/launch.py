@@ -3,13 +3,16 @@
 Every public operation ends in `launch(name, run, *args)`. Outside a tape that calls `run(*args)` at once. While a
 CPU tape records (`graphrt.capture`), the tape keeps the call as one opaque node and runs nothing: whatever Python a
 backend executes inside, a recording sees what a CUDA graph would see, one launch. While a CUDA graph is captured, the
-recorder is a watch that runs each call, and checks that its kernels get into the graph.
+recorder is a watch that runs each call, and checks that its kernels get into the graph. A call that no recording gets
+has a range for profilers around it.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
+
+from . import profiling
 
 
 class Recorder(Protocol):
@@ -28,10 +31,13 @@ def launch(name: str, run: Callable[..., None], *args: Any) -> None:
     `run` returns nothing: what it produces, it writes into tensors among `args`.
     """
     recorder = _recorder.get()
-    if recorder is None:
+    if recorder is not None:
+        recorder.launch(name, run, args)
+    elif profiling.ranges is None:
         run(*args)
     else:
-        recorder.launch(name, run, args)
+        with profiling.annotated_launch(name, args):
+            run(*args)
 
 
 def is_recording() -> bool:

@@ -165,6 +165,8 @@ class StepBegin:
     """A slot past the pool is null: its row keeps what it has pending."""
     mamba_block_size: int | None
     """Align mode: rows whose window can reach a boundary, or starts on one, become eager."""
+    eager: bool
+    """Every live row becomes eager: at this size an eager commit is the faster (`graphrt.choice`)."""
 
 
 @dataclass(frozen=True, slots=True)

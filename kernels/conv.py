@@ -45,7 +45,7 @@ def history_start(n, KEEPS_HISTORY: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_VOLATILE, do_not_specialize_on_alignment=_INDEX_POINTERS)
-def graphrt_conv_verify_kernel(
+def graphrt_verify_conv_kernel(
     x_ptr,              # [T, D]
     conv_ptr,           # [slots, D, C], any strides
     weight_ptr,         # [D, W]
@@ -131,7 +131,7 @@ def graphrt_conv_verify_kernel(
 
 
 @triton.jit(do_not_specialize=["slot_stride"], do_not_specialize_on_alignment=["state_indices_ptr"])
-def graphrt_compact_conv_kernel(
+def graphrt_fold_conv_kernel(
     conv_like,           # element type only
     conv_addrs, conv_strides, dim_strides, column_strides,  # [L] int64
     commit_lens_ptr, final_ptr, boundary_ptr, boundary_lens_ptr,  # [R] int32
@@ -178,7 +178,7 @@ def conv_verify(
         return
     record_rows = rows.state_indices if rows.record_rows is None else rows.record_rows
     pending = rows.state_indices if rows.pending is None else rows.pending
-    graphrt_conv_verify_kernel[(triton.cdiv(conv_dim, BLOCK_D), batch + 1)](
+    graphrt_verify_conv_kernel[(triton.cdiv(conv_dim, BLOCK_D), batch + 1)](
         x, conv_state, weight, bias, out, rows.query_start_loc, rows.state_indices, record_rows, pending, errors,
         num_tokens=num_tokens, batch=batch, num_slots=conv_state.shape[0], num_rows=num_rows,
         spec_query_len=rows.spec_query_len, has_rows=int(rows.record_rows is not None),
@@ -195,7 +195,7 @@ def conv_verify(
 def compact_conv(stack: LayerStack, plan: Plan, state_indices: Tensor, align: bool) -> None:
     """Run a written plan over the convolution states of every layer, on the current stream."""
     conv_dim = stack.conv_states[0].shape[1]
-    graphrt_compact_conv_kernel[(triton.cdiv(conv_dim, BLOCK_D), state_indices.shape[0], len(stack.conv_states))](
+    graphrt_fold_conv_kernel[(triton.cdiv(conv_dim, BLOCK_D), state_indices.shape[0], len(stack.conv_states))](
         stack.conv_states[0], stack.conv_addrs, stack.conv_strides, stack.conv_dim_strides, stack.conv_column_strides,
         plan.commit_lens, plan.final_state_indices, plan.boundary_state_indices, plan.boundary_recovery_lens,
         state_indices, slot_stride=state_indices.stride(0), D=conv_dim, HIST=stack.hist,

@@ -82,7 +82,7 @@ def block_of(table_ptr, request, column, table_stride, table_column_stride, widt
         "table_ptr", "computed_ptr",
     ],
 )  # fmt: skip
-def graphrt_plan_commit_kernel(
+def graphrt_commit_plan_kernel(
     accepted_ptr,       # [>= requests] int32
     request_ptr,        # [>= B] int32
     state_indices_ptr,  # [B] int32
@@ -165,7 +165,7 @@ def graphrt_plan_commit_kernel(
     do_not_specialize=["batch", "num_slots", "num_rows", "zero", "slot_stride", "row_stride", "pending_stride"],
     do_not_specialize_on_alignment=["state_indices_ptr", "record_rows_ptr", "pending_ptr"],
 )
-def graphrt_plan_flush_kernel(
+def graphrt_flush_plan_kernel(
     state_indices_ptr, record_rows_ptr, pending_ptr,
     commit_lens_ptr, final_ptr, boundary_ptr, boundary_lens_ptr,  # [R] int32
     errors_ptr,
@@ -202,7 +202,7 @@ def graphrt_plan_flush_kernel(
     ],
     do_not_specialize_on_alignment=["computed_ptr", "qsl_ptr", "request_ptr", "out_ptr"],
 )
-def graphrt_align_eager_kernel(
+def graphrt_stage_align_eager_kernel(
     computed_ptr, qsl_ptr, request_ptr, out_ptr,
     batch, num_requests, block_size, computed_stride, qsl_stride, request_stride, out_stride,
     BLOCK: tl.constexpr,
@@ -233,7 +233,7 @@ def graphrt_align_eager_kernel(
     ],
     do_not_specialize_on_alignment=["table_ptr", "computed_ptr", "out_ptr"],
 )
-def graphrt_align_slots_kernel(
+def graphrt_stage_align_slots_kernel(
     table_ptr, computed_ptr, out_ptr,
     num_requests, width, block_size, table_stride, column_stride, computed_stride, out_stride,
     BLOCK: tl.constexpr,
@@ -261,7 +261,7 @@ def plan_commit(plan: Plan, commit: Commit, geometry: Geometry, errors: Tensor) 
         absent if t is None else t for t in (c.request_indices, c.record_rows, c.pending, c.num_computed_tokens)
     )
     table = absent[:, None] if c.block_table is None else c.block_table
-    graphrt_plan_commit_kernel[(triton.cdiv(c.batch, BLOCK),)](
+    graphrt_commit_plan_kernel[(triton.cdiv(c.batch, BLOCK),)](
         c.num_accepted_tokens, requests, c.state_indices, c.query_start_loc, rows, pending, c.eager, table, computed,
         plan.commit_lens, plan.final_state_indices, plan.boundary_state_indices, plan.boundary_recovery_lens, errors,
         batch=c.batch, num_requests=c.num_requests, num_slots=geometry.num_slots, num_rows=geometry.num_rows,
@@ -287,7 +287,7 @@ def plan_flush(
 ) -> None:
     """Write the plan of a flush (`zero` false) or a drain (`zero` true): one launch."""
     batch = state_indices.shape[0]
-    graphrt_plan_flush_kernel[(triton.cdiv(batch, BLOCK),)](
+    graphrt_flush_plan_kernel[(triton.cdiv(batch, BLOCK),)](
         state_indices, record_rows, pending,
         plan.commit_lens, plan.final_state_indices, plan.boundary_state_indices, plan.boundary_recovery_lens, errors,
         batch=batch, num_slots=geometry.num_slots, num_rows=geometry.num_rows, zero=int(zero),
@@ -301,7 +301,7 @@ def align_eager_mask(
 ) -> None:
     """Write the [B] uint8 mask of rows that must commit eagerly: one launch."""
     batch = out.shape[0]
-    graphrt_align_eager_kernel[(triton.cdiv(batch, BLOCK),)](
+    graphrt_stage_align_eager_kernel[(triton.cdiv(batch, BLOCK),)](
         num_computed_tokens, query_start_loc, request_indices, out,
         batch=batch, num_requests=num_computed_tokens.shape[0], block_size=block_size,
         computed_stride=num_computed_tokens.stride(0), qsl_stride=query_start_loc.stride(0),
@@ -312,7 +312,7 @@ def align_eager_mask(
 def align_state_indices(block_table: Tensor, num_computed_tokens: Tensor, block_size: int, out: Tensor) -> None:
     """Write the [requests] int32 source slots: one launch."""
     num_requests, width = block_table.shape
-    graphrt_align_slots_kernel[(triton.cdiv(num_requests, BLOCK),)](
+    graphrt_stage_align_slots_kernel[(triton.cdiv(num_requests, BLOCK),)](
         block_table, num_computed_tokens, out,
         num_requests=num_requests, width=width, block_size=block_size, table_stride=block_table.stride(0),
         column_stride=block_table.stride(1), computed_stride=num_computed_tokens.stride(0), out_stride=out.stride(0),

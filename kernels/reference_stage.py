@@ -29,6 +29,8 @@ def stage(staged: Staged, sources: StageSources, begin: StepBegin | None, errors
         offsets = s.query_start_loc[torch.arange(rows + 1, device=o_b.device).clamp(max=s.num_reqs)]
     computed = _gathered(s.num_computed_tokens, request, known)
     eager = torch.where(owned, _padded(s.eager, s.num_reqs, o_b, 0), 0)
+    if begin is not None and begin.eager:
+        eager = torch.where(owned, 1, eager)
     if begin is not None and begin.mamba_block_size is not None:
         length = offsets[1:].long() - offsets[:-1].long()
         near = near_boundary(computed.long().clamp(min=0), length.clamp(min=0), begin.mamba_block_size)

@@ -45,8 +45,8 @@ _COLUMN = tl.constexpr(int(ErrorKind.COLUMN))
 
 _VOLATILE = [
     "num_reqs", "num_requests", "columns", "column_stride", "max_num_reqs", "width", "num_rows", "num_slots",
-    "begins", "block_size", "slot_stride", "row_stride", "offset_stride", "accepted_stride", "eager_stride",
-    "request_stride", "computed_stride", "table_stride", "slot_count", "row_count", "offset_count",
+    "begins", "all_eager", "block_size", "slot_stride", "row_stride", "offset_stride", "accepted_stride",
+    "eager_stride", "request_stride", "computed_stride", "table_stride", "slot_count", "row_count", "offset_count",
     "accepted_count", "eager_count", "request_count", "computed_count", "table_count",
 ]  # fmt: skip
 _POINTERS = [
@@ -70,7 +70,7 @@ def _stage(
     accepted_src, accepted_stride, accepted_count, eager_src, eager_stride, eager_count,
     request_src, request_stride, request_count, computed_src, computed_stride, computed_count,
     table_src, table_stride, table_count,
-    pending_ptr, replay_ptr, num_rows, num_slots, begins, block_size,
+    pending_ptr, replay_ptr, num_rows, num_slots, begins, all_eager, block_size,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program of a staging, wherever its arguments came from."""
@@ -103,7 +103,7 @@ def _stage(
     size = tl.maximum(block_size, 1)
     into_block = tl.maximum(computed, 0) % size
     near = (into_block + tl.maximum(end - offset, 0) >= size) | ((computed > 0) & (into_block == 0))
-    eager = tl.where(owned & near & (block_size > 0), 1, eager.to(tl.int32))
+    eager = tl.where(owned & ((near & (block_size > 0)) | (all_eager > 0)), 1, eager.to(tl.int32))
     tl.store(slot_ptr + o_b, slot, mask=mask)
     tl.store(row_ptr + o_b, row, mask=mask)
     tl.store(accepted_ptr + o_b, accepted, mask=mask)
@@ -128,7 +128,7 @@ def graphrt_stage_kernel(
     request_src, request_stride, request_count, computed_src, computed_stride, computed_count,
     table_src, table_stride, table_count,
     pending_ptr, replay_ptr,  # [num_rows] int32
-    num_rows, num_slots, begins, block_size,
+    num_rows, num_slots, begins, all_eager, block_size,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     _stage(
@@ -138,7 +138,7 @@ def graphrt_stage_kernel(
         accepted_src, accepted_stride, accepted_count, eager_src, eager_stride, eager_count,
         request_src, request_stride, request_count, computed_src, computed_stride, computed_count,
         table_src, table_stride, table_count,
-        pending_ptr, replay_ptr, num_rows, num_slots, begins, block_size, BLOCK, COLUMNS,
+        pending_ptr, replay_ptr, num_rows, num_slots, begins, all_eager, block_size, BLOCK, COLUMNS,
     )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def graphrt_stage_header_kernel(
         accepted_src, accepted_stride, accepted_count, eager_src, eager_stride, eager_count,
         request_src, request_stride, request_count, computed_src, computed_stride, computed_count,
         table_src, table_stride, table_count,
-        slot_ptr, slot_ptr, 0, 0, 0, 0, BLOCK, COLUMNS,
+        slot_ptr, slot_ptr, 0, 0, 0, 0, 0, BLOCK, COLUMNS,
     )  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def graphrt_stage_header_kernel(
     ],
     do_not_specialize_on_alignment=["accepted_ptr", "length_ptr", "finished_ptr"],
 )  # fmt: skip
-def graphrt_advance_kernel(
+def graphrt_stage_advance_kernel(
     slot_ptr, row_ptr, offset_ptr, computed_ptr, table_ptr,                         # the step that ran, static
     next_slot_ptr, next_row_ptr, next_offset_ptr, next_accepted_ptr, next_eager_ptr, next_computed_ptr,
     accepted_ptr,  # [B] int32
@@ -239,13 +239,13 @@ def stage(staged: Staged, sources: StageSources, begin: StepBegin | None, errors
         stand_in = absent.get(name, staged.state_indices) if source is None else source
         placed += [stand_in, stand_in.stride(0), entries(name, source, s)]
     columns, column_stride = (0, 0) if s.block_table is None else (s.block_table.shape[1], s.block_table.stride(1))
-    pending, replay, num_slots, block_size = staged.state_indices, staged.state_indices, 0, 0
+    pending, replay, num_slots, block_size, eager = staged.state_indices, staged.state_indices, 0, 0, False
     if begin is not None:
-        pending, replay, num_slots = begin.pending, begin.replay, begin.num_slots
+        pending, replay, num_slots, eager = begin.pending, begin.replay, begin.num_slots, begin.eager
         block_size = begin.mamba_block_size or 0
     graphrt_stage_kernel[_grid(staged)](
         *static, s.num_reqs, s.num_requests, columns, column_stride, *placed,
-        pending, replay, pending.shape[0], num_slots, int(begin is not None), block_size,
+        pending, replay, pending.shape[0], num_slots, int(begin is not None), int(eager), block_size,
         BLOCK=BLOCK, COLUMNS=COLUMNS, num_warps=4, **NO_CONTRACTION,
     )  # fmt: skip
 
@@ -285,7 +285,7 @@ def advance(a: Advance, errors: Tensor) -> None:
     rows, n = a.rows, a.next_rows
     max_num_reqs, width = n.block_table.shape
     finished = rows.eager if a.finished is None else a.finished
-    graphrt_advance_kernel[(1,)](
+    graphrt_stage_advance_kernel[(1,)](
         rows.state_indices, rows.record_rows, rows.query_start_loc, rows.num_computed_tokens, rows.block_table,
         n.state_indices, n.record_rows, n.query_start_loc, n.num_accepted_tokens, n.eager, n.num_computed_tokens,
         a.num_accepted_tokens, a.query_lens, finished, errors,

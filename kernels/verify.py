@@ -190,7 +190,7 @@ def graphrt_verify_kernel(
 
 
 @triton.jit(do_not_specialize=_VOLATILE, do_not_specialize_on_alignment=_INDEX_POINTERS)
-def graphrt_store_key_gate_kernel(
+def graphrt_verify_key_gate_kernel(
     k_ptr, g_ptr,       # [1, T, H, K]
     key_gate_ptr,       # [R, H, Q, 2K]
     qsl_ptr, state_indices_ptr, record_rows_ptr, errors_ptr,
@@ -254,7 +254,7 @@ def verify(
         num_warps=4, **NO_CONTRACTION,
     )  # fmt: skip
     if batch and num_tokens:
-        graphrt_store_key_gate_kernel[(batch, num_heads)](
+        graphrt_verify_key_gate_kernel[(batch, num_heads)](
             k, raw_g, records.key_gate, rows.query_start_loc, rows.state_indices, record_rows, errors, **sizes,
             k_stride=k.stride(1), g_stride=raw_g.stride(1), key_gate_stride=records.key_gate.stride(0), **static,
             num_warps=4, **NO_CONTRACTION,

@@ -7,7 +7,7 @@ graph replays, timed with events, with programmatic launches as they are by defa
 Columns, µs for all layers:
 - deferred: a deferred step, the verifies of all layers and the commit, which folds nothing.
 - eager: stock verifies, then a commit that folds n records now.
-- verify: stock verifies alone. commit: the deferred commit alone (plan and defer). fold: the fold of n records alone.
+- verifies: the deferred verifies alone. verify: stock verifies alone. commit: the deferred commit alone (plan and defer). fold: the fold of n records alone.
 - flush: plan, compaction of the convolution histories, and fold.
 - plain: the deferred step without programmatic launches.
 - conv inside, conv apart: a deferred step whose verifies run the short convolution, and one with a launch for it.
@@ -18,25 +18,25 @@ Columns, µs for all layers:
 
     python tools/bench_step.py [--batch 1 4 16 64] [--pending 4] [--json PATH] [--plot PATH] [--choose PATH]
 
-`--choose` writes the table that `CommitRunner` and `DecodeStep` read to decide between eager and deferred.
+The table that ships with the package, from kept results, without a GPU:
+
+    python tools/bench_step.py --from tools/results/h200/step.json --choose graphrt/choice.json
 """
 
 import argparse
 import json
 import statistics
 import time
-from types import SimpleNamespace
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 
-from graphrt import KDADeferredCommitContext, KDALayer, KDARecoverSSMRecords
-from graphrt.kernels.conv import conv_verify
-from graphrt.kernels.cute import commit, deferred
-from graphrt.steps import Convolution, Rows
+from graphrt.choice import StepShape, first_deferred, load_table
 
 K = 128
 KIB = 1024
-WIDTH = 4  # of the short convolution
 
 
 def graph_us(run, repeats: int = 20) -> float:
@@ -76,95 +76,9 @@ def host_us(run, launches: int) -> float:
     return elapsed / launches * 1e6
 
 
-class Model:
-    """Static tensors of L layers for up to `batch` requests, and the kinds of step over them."""
-
-    def __init__(self, layers, heads, q, batch, n, dtype=torch.bfloat16):
-        self.q, self.batch, self.n, self.heads = q, batch, n, heads
-        device, dim, columns = "cuda", 3 * heads * K, WIDTH - 1 + q
-
-        def scratch(*shape, kind):
-            return torch.randn(batch + 1, *shape, device=device, dtype=kind)[1:]
-
-        self.a_log = torch.rand(heads, device=device)
-        self.dt_bias = torch.randn(heads * K, device=device)
-        self.weight = torch.randn(dim, WIDTH, device=device, dtype=dtype)
-        self.layers = [
-            KDALayer(
-                kv_cache=(
-                    torch.randn(batch + 1, dim, columns, device=device, dtype=dtype),
-                    torch.randn(batch + 1, heads, K, K, device=device),
-                ),
-                recoverssm_records=KDARecoverSSMRecords(
-                    scratch(heads, q, K, kind=torch.float32), scratch(heads, q, 2 * K, kind=dtype)
-                ),
-                A_log=self.a_log,
-                dt_bias=self.dt_bias,
-                local_num_heads=heads,
-                head_dim=K,
-                gate_lower_bound=-5.0,
-                conv_weight=self.weight,
-            )
-            for _ in range(layers)
-        ]
-        self.context = KDADeferredCommitContext.create(self.layers, spec_query_len=q, max_num_reqs=batch)
-        if self.context.backend != "fp32_deferred":
-            raise SystemExit(self.context.backend_reason)
-        self.x = torch.randn(batch * q, dim, device=device, dtype=dtype)
-        self.mixed = torch.empty_like(self.x)
-        self.gates = torch.randn(1, batch * q, heads, K, device=device, dtype=dtype)
-        self.beta = torch.randn(1, batch * q, heads, device=device, dtype=dtype)
-        self.out = torch.empty_like(self.gates)
-        self.loc = torch.arange(batch + 1, device=device, dtype=torch.int32) * q
-        self.slots = torch.arange(1, batch + 1, device=device, dtype=torch.int32)
-        self.rows = torch.arange(batch, device=device, dtype=torch.int32)
-        self.accepted = torch.full((batch,), n, device=device, dtype=torch.int32)
-        self.pending = self.accepted.clone()
-        self.errors = torch.zeros(16, device=device, dtype=torch.int32)
-        zeros = torch.zeros_like(self.slots)
-        self.plan = SimpleNamespace(
-            commit_lens=self.accepted,
-            final_state_indices=self.slots,
-            boundary_state_indices=zeros,
-            boundary_recovery_lens=zeros,
-        )
-
-    def verifies(self, deferred_step: bool, conv: str = "", split: int | None = None):
-        """The verifies of all layers; `conv` "inside" or "apart": with their convolutions."""
-        pending = self.pending if deferred_step else None
-        rows = Rows(self.loc, self.slots, self.rows, pending, self.q)
-        source = self.mixed if conv == "apart" else self.x
-        q, k, v = source[None].unflatten(-1, (3, self.heads, K)).unbind(2)
-        for layer in self.layers:
-            state, checkpoint = layer.kv_cache
-            if conv == "apart":
-                conv_verify(self.x, state, self.weight, None, rows, True, self.batch, self.mixed, self.errors)
-            deferred.deferred_verify_f32(
-                q, k, v, self.gates, self.beta, self.a_log, self.dt_bias, -5.0, checkpoint, layer.recoverssm_records,
-                self.loc, self.slots, self.q, self.out, self.errors, record_rows=self.rows, pending=pending,
-                conv=Convolution(state, self.weight, None, True) if conv == "inside" else None, split=split,
-            )  # fmt: skip
-
-    def fold(self, align: bool = False):
-        commit.fold(self.context.stack, self.plan, self.slots, self.rows, align)
-
-    def flush(self):
-        self.context.flush(self.slots, self.rows, self.pending)
-
-    def commit(self, deferred_step: bool = True):
-        pending = self.pending if deferred_step else None
-        self.context.commit(self.accepted, self.slots, self.loc, record_rows=self.rows, pending=pending)
-
-    def step(self, deferred_step: bool, conv: str = "", split: int | None = None):
-        self.verifies(deferred_step, conv, split)
-        self.commit(deferred_step)
-
-    def plain_step(self):
-        with deferred.programmatic_launches(False):
-            self.step(True)
-
-
 def measure(batch, layers, heads, q, n, rate, splits):
+    from step_model import Model
+
     model = Model(layers, heads, q, batch, n)
     items = layers * heads * batch
     floor = items * (128 + n + q + 1.25 * q) * KIB / rate * 1e6
@@ -173,6 +87,7 @@ def measure(batch, layers, heads, q, n, rate, splits):
         "batch": batch,
         "deferred": graph_us(lambda: model.step(True)),
         "eager": graph_us(lambda: model.step(False)),
+        "verifies": graph_us(lambda: model.verifies(True)),
         "verify": graph_us(lambda: model.verifies(False)),
         "commit": graph_us(model.commit),
         "fold": graph_us(model.fold),
@@ -190,28 +105,41 @@ def measure(batch, layers, heads, q, n, rate, splits):
     return row | {"deferred/floor": row["deferred"] / floor, "fold/two_pass": row["fold"] / two_pass}
 
 
-def choose(rows, shape, path):
-    """Add this device and shape to the table of the fewest requests from which on the deferred step is the faster."""
-    wins = [row["batch"] for row in rows if row["deferred"] <= row["eager"]]
-    losses = [row["batch"] for row in rows if row["deferred"] > row["eager"]]
-    first = min((batch for batch in wins if batch > max(losses, default=0)), default=None)
-    try:
-        with open(path) as f:
-            table = json.load(f)
-    except FileNotFoundError:
-        table = []
-    facts = {"device": torch.cuda.get_device_name(), **shape}
+def measure_all(args):
+    """Every batch in turn, printed as it comes; what --json keeps."""
+    rate = in_place_rate()
+    print(f"{torch.cuda.get_device_name()}: in-place rate {rate / 1e12:.2f} TB/s")
+    rows = []
+    for batch in args.batch:
+        torch.cuda.empty_cache()
+        rows.append(measure(batch, args.layers, args.heads, args.window, args.pending, rate, args.splits))
+        print("  ".join(f"{key} {value:.4g}" for key, value in rows[-1].items()), flush=True)
+    shape = {k: getattr(args, k) for k in ("batch", "layers", "heads", "window", "pending")}
+    versions = {name: version(name) for name in ("torch", "triton", "nvidia-cutlass-dsl")}
+    facts = {"device": torch.cuda.get_device_name(), "versions": versions, "commit": args.commit, "rate": rate}
+    return facts | {"args": shape, "rows": rows}
+
+
+def choose(results, path):
+    """Put the results' device and shape into the table of the fewest requests from which on a step should defer."""
+    a = results["args"]
+    shape = StepShape(results["device"], "fp32_deferred", a["layers"], a["heads"], K, a["window"])
+    facts = asdict(shape)
+    table = load_table(path) if path.exists() else []
     table = [entry for entry in table if any(entry.get(key) != value for key, value in facts.items())]
-    with open(path, "w") as f:
-        json.dump([*table, facts | {"deferred_from": first}], f, indent=1)
+    first = first_deferred((row["batch"], row["deferred"], row["eager"]) for row in results["rows"])
+    table.append(facts | {"pending": a["pending"], "deferred_from": first})
+    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 def plot(rows, path):
     """Log-log, the floors as lines."""
     import matplotlib.pyplot as plt
 
+    rows = sorted(rows, key=lambda row: row["batch"])
     batches = [row["batch"] for row in rows]
-    for name, style in (("deferred", "o-"), ("eager", "s-"), ("fold", "^-"), ("floor", "k--"), ("two_pass", "k:")):
+    lines = {"deferred": "o-", "conv inside": "d-", "eager": "s-", "fold": "^-", "flush": "v-", "commit": "x-"}
+    for name, style in (lines | {"floor": "k--", "two_pass": "k:"}).items():
         plt.loglog(batches, [row[name] for row in rows], style, label=name)
     plt.xlabel("requests")
     plt.ylabel("µs a step, all layers")
@@ -227,26 +155,19 @@ def main():
     parser.add_argument("--window", type=int, default=8)
     parser.add_argument("--pending", type=int, default=4)
     parser.add_argument("--splits", type=int, nargs="*", default=[], help="also with that many blocks on a head")
-    parser.add_argument("--json")
+    parser.add_argument("--commit", default="", help="of this tree, kept with the results")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot")
-    parser.add_argument("--choose", help="table to which the smallest batch that should be deferred is written")
+    parser.add_argument("--choose", type=Path, help="table in which this device and shape get their entry")
+    parser.add_argument("--from", dest="kept", type=Path, help="measure nothing: take these results of --json")
     args = parser.parse_args()
-    rate = in_place_rate()
-    print(f"{torch.cuda.get_device_name()}: in-place rate {rate / 1e12:.2f} TB/s")
-    rows = []
-    for batch in args.batch:
-        torch.cuda.empty_cache()
-        rows.append(measure(batch, args.layers, args.heads, args.window, args.pending, rate, args.splits))
-        print("  ".join(f"{key} {value:.4g}" for key, value in rows[-1].items()), flush=True)
+    results = json.loads(args.kept.read_text(encoding="utf-8")) if args.kept else measure_all(args)
     if args.json:
-        with open(args.json, "w") as f:
-            shape = {k: getattr(args, k) for k in ("batch", "layers", "heads", "window", "pending")}
-            facts = {"device": torch.cuda.get_device_name(), "rate": rate, "args": shape, "rows": rows}
-            json.dump(facts, f, indent=1)
+        args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     if args.choose:
-        choose(rows, {"layers": args.layers, "heads": args.heads, "spec_query_len": args.window}, args.choose)
+        choose(results, args.choose)
     if args.plot:
-        plot(rows, args.plot)
+        plot(results["rows"], args.plot)
 
 
 if __name__ == "__main__":

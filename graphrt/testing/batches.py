@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..context import KDARecoverSSMCommitContext
 from ..layers import KDALayer
-from ..verify import kda_conv_verify, kda_deferred_verify
+from ..verify import kda_conv_verify, kda_deferred_verify, kda_recoverssm_verify
 from .pools import Pool
 from .traces import Row
+from .truths import Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +117,42 @@ def _verify_layer(pool: Pool, layer: KDALayer, b: Batch, i: int, backend: str) -
         record_rows=b.record_rows, pending=pool.pending, backend=backend,
     )  # fmt: skip
     return conv, out[0]
+
+
+class RowsOfStep(Protocol):
+    """Whatever has the index tensors of a step: `StepRows`, the rows of `StepInputs`, a `Batch`."""
+
+    @property
+    def state_indices(self) -> Tensor: ...
+    @property
+    def record_rows(self) -> Tensor: ...
+    @property
+    def query_start_loc(self) -> Tensor: ...
+
+
+def verify_layers(
+    pool: Pool, t: Tokens, rows: RowsOfStep, pending: Tensor | None, backend: str, out: Tensor, conv: Tensor
+) -> None:
+    """Both verifies of every layer, stock ones without `pending`; B * Q tokens of `t` go in.
+
+    Args:
+        out: [L, >= B * Q, H, V], and conv: [L, >= B * Q, conv_dim] receive the outputs.
+    """
+    window, count = pool.spec_query_len, rows.state_indices.shape[0] * pool.spec_query_len
+    step = (rows.query_start_loc, rows.state_indices, window)
+    for i, layer in enumerate(pool.layers):
+        conv_state, checkpoint = layer.kv_cache
+        if layer.conv_weight is not None:
+            kda_conv_verify(
+                t.x[i, :count], conv_state, layer.conv_weight, layer.conv_bias, *step, conv[i, :count],
+                record_rows=rows.record_rows, pending=pending, backend=backend,
+            )  # fmt: skip
+        q, k, v, raw_g, raw_beta = (part[i, None, :count] for part in (t.q, t.k, t.v, t.raw_g, t.raw_beta))
+        inputs = (
+            q, k, v, raw_g, raw_beta, layer.A_log, layer.dt_bias, layer.gate_lower_bound, checkpoint,
+            layer.recoverssm_records, *step, out[i, None, :count],
+        )  # fmt: skip
+        if pending is None:
+            kda_recoverssm_verify(*inputs, record_rows=rows.record_rows, backend=backend)
+        else:
+            kda_deferred_verify(*inputs, record_rows=rows.record_rows, pending=pending, backend=backend)

@@ -56,7 +56,7 @@ def test_a_deferred_step_is_one_chain_of_named_kernels(tmp_path):
         assert set(stages) == {"graphrt.deferred_verify", "graphrt.conv_verify", "graphrt.commit"}
         kernels = [n.name for n in topology.nodes if n.stage]
         assert all(name.startswith("graphrt_") for name in kernels)
-        for name in ("graphrt_verify_kernel", "graphrt_conv_verify_kernel"):
+        for name in ("graphrt_verify_kernel", "graphrt_verify_conv_kernel"):
             assert kernels.count(name) == layers
         assert not [n for n in topology.nodes if n.type in ("memcpy", "host") and "host" in n.name]
         assert topology.num_branches == 1 and topology.longest_chain == len(topology.nodes)

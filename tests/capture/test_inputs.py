@@ -1,16 +1,19 @@
 """Static inputs: what is staged arrives, what is not is padding, and nothing waits, allocates or is rebound."""
 
+import contextlib
 import dataclasses
 import random
+from array import array
 
+import numpy as np
 import pytest
 import torch
 from engine import int32
 
 from graphrt import error_counts, reset_errors
 from graphrt.capture import CaptureError, StepInputs, dummy_inputs, record
-from graphrt.capture.pinned import PinnedBlock
-from graphrt.capture.sources import NAMES, check_sources
+from graphrt.capture.pinned import NUM_BLOCKS, PinnedBlock, PinnedRing
+from graphrt.capture.sources import NAMES, PLAIN, check_sources
 from graphrt.capture.static import allocate_rows
 from graphrt.errors import error_counter
 from graphrt.kernels.stage import stage_header
@@ -90,6 +93,12 @@ FORMS = {
     "transposed table": lambda name, values, device: (
         as_tensor(name, values, device).t().contiguous().t() if name == "block_table" else values
     ),
+    "numpy arrays": lambda name, values, device: (
+        np.array(values, dtype=np.uint8 if name == "eager" else np.int32) if name != "block_table" else values
+    ),
+    "standard arrays": lambda name, values, device: (
+        array("i", values) if name not in ("block_table", "eager") else values
+    ),
     "mixed": lambda name, values, device: values if len(name) % 2 else as_tensor(name, values, device),
 }
 
@@ -117,12 +126,58 @@ def test_a_block_of_host_values_stages_the_same(form):
         arguments = random_arguments(rng, 6, rng.choice([0, 2, 5]))
         _, staged = allocate_rows(6, 3, torch.device("cpu"))
         values = tuple(FORMS[form](name, arguments[name], "cpu") for name in NAMES)
-        checked = check_sources(values, arguments["num_reqs"], torch.device("cpu"), torch.zeros(1))
+        checked = check_sources(values, arguments["num_reqs"], torch.device("cpu"), range(0))
         block.write(arguments["num_reqs"], checked)
         stage_header(staged, block.header, error_counter("cpu"))
         assert contents(staged) == expected(6, 3, arguments)
     with pytest.raises(ValueError, match=r"^record_rows: expected a tensor or a sequence of 32-bit ints, got list"):
-        block.write(1, [[1], [2**31], None, None, None, None, None, None])
+        block.write(1, [(0, [1], PLAIN, 0, 1), (1, [2**31], PLAIN, 0, 1)])
+
+
+class FakeRing(PinnedRing):
+    """The ring without a GPU: a log of what it asks of the driver, which may refuse a launch."""
+
+    def __init__(self, monkeypatch, current_device=0, launches=True):
+        self.log, self._device, self._next, test = [], 0, 0, self
+
+        class Part:
+            def __init__(self, number):
+                self.number = number
+
+            def __getattr__(self, verb):
+                return lambda *args: test.log.append((verb, self.number))
+
+            def __call__(self, stream):
+                test.log.append(("launch", self.number))
+                return launches
+
+        self._blocks, self._recordings, self._launches, self._read = (
+            [Part(i) for i in range(NUM_BLOCKS)] for _ in range(4)
+        )
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current_device, raising=False)
+        monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+
+    def __del__(self):
+        """Nothing runs."""
+
+
+@pytest.mark.parametrize(
+    ("situation", "verbs"),
+    [
+        ({}, ["wait", "write", "launch", "record"]),
+        ({"current_device": 1}, ["wait", "write", "replay", "record"]),
+        ({"launches": False}, ["wait", "write", "launch", "replay", "record"]),
+    ],
+    ids=["at home", "another device", "a thread without context"],
+)
+def test_a_block_is_written_only_after_its_last_reader(monkeypatch, situation, verbs):
+    """Block by block, round and round: wait for the event, write, launch, mark (B55); a refused launch is replayed."""
+    ring = FakeRing(monkeypatch, **situation)
+    for _ in range(2 * NUM_BLOCKS + 1):
+        ring.stage(1, [])
+    numbers = [i % NUM_BLOCKS for i in range(2 * NUM_BLOCKS + 1)]
+    assert ring.log == [(verb, number) for number in numbers for verb in verbs]
 
 
 def test_nothing_of_a_larger_batch_stays(device):
@@ -261,6 +316,23 @@ REFUSED = {
     "state_indices: expected a tensor or a sequence of 32-bit ints, got list": {"num_reqs": 1, "state_indices": [1.5]},
     "record_rows: expected a tensor or a sequence of 32-bit ints, got list": {"num_reqs": 1, "record_rows": [2**31]},
     "request_indices: expected a tensor or a sequence of 32-bit ints, got int": {"num_reqs": 1, "request_indices": 3},
+    "num_reqs: expected 0..3 (max_num_reqs), got True": {"num_reqs": True},
+    "num_reqs: expected 0..3 (max_num_reqs), got 1.0": {"num_reqs": 1.0},
+    "num_reqs: expected 0..3 (max_num_reqs), got None": {"num_reqs": None},
+    "state_indices: expected a tensor or a sequence of 32-bit ints, got set": {"num_reqs": 1, "state_indices": {1, 2}},
+    "state_indices: expected a tensor or a sequence of 32-bit ints, got dict": {"num_reqs": 1, "state_indices": {0: 1}},
+    "state_indices: expected a tensor or a sequence of 32-bit ints, got str": {"num_reqs": 1, "state_indices": "12"},
+    "eager: expected a tensor or a sequence of 32-bit ints, got bytes": {"num_reqs": 1, "eager": b"1"},
+    "eager: expected a tensor or a sequence of 32-bit ints, got list": {"num_reqs": 1, "eager": [256]},
+    "record_rows: expected a tensor or a sequence of 32-bit ints, got list ('float'": {
+        "num_reqs": 1,
+        "record_rows": np.zeros(2),
+    },
+    "block_table: expected a tensor or a sequence of 32-bit ints, got list": {"num_reqs": 1, "block_table": [1]},
+    "state_indices: expected a dense tensor": {
+        "num_reqs": 1,
+        "state_indices": torch.zeros(2, dtype=torch.int32).to_sparse(),
+    },
 }
 
 

@@ -73,7 +73,7 @@ def staged_by(run, rows, width, seed, block_size, device):
     block.fill_(123)
     draw = torch.Generator().manual_seed(seed)
     pending, replay = torch.randint(0, 9, (2, rows + 3), dtype=torch.int32, generator=draw).to(device)
-    begin = StepBegin(pending, replay, 10, block_size) if block_size != 0 else None
+    begin = StepBegin(pending, replay, 10, block_size, seed % 3 == 0) if block_size != 0 else None
     reset_errors(device)
     run(staged, begin)
     return [block, pending, replay, error_counts(device)]
@@ -142,7 +142,7 @@ def test_a_null_slot_keeps_what_its_record_row_has_pending():
     pending, replay = torch.tensor([1, 2, 3, 4], dtype=torch.int32), torch.full((4,), 9, dtype=torch.int32)
     slots, rows = ([3, 0, 10, 4], [2, 1, 0, -1])
     sources = StageSources(4, *(torch.tensor(values, dtype=torch.int32) for values in (slots, rows)))
-    backends.load("torch").stage(staged, sources, StepBegin(pending, replay, 10, None), error_counter("cpu"))
+    backends.load("torch").stage(staged, sources, StepBegin(pending, replay, 10, None, False), error_counter("cpu"))
     assert pending.tolist() == [1, 2, 0, 4]
     assert replay.tolist() == [9, 9, 3, 9]
 
