@@ -7,7 +7,8 @@ graph replays, timed with events, with programmatic launches as they are by defa
 Columns, µs for all layers:
 - deferred: a deferred step, the verifies of all layers and the commit, which folds nothing.
 - eager: stock verifies, then a commit that folds n records now.
-- verifies: the deferred verifies alone. verify: stock verifies alone. commit: the deferred commit alone (plan and defer). fold: the fold of n records alone.
+- verifies: the deferred verifies alone. verify: stock verifies alone.
+- commit: the deferred commit alone (plan and defer). fold: the fold of n records alone.
 - flush: plan, compaction of the convolution histories, and fold.
 - plain: the deferred step without programmatic launches.
 - conv inside, conv apart: a deferred step whose verifies run the short convolution, and one with a launch for it.

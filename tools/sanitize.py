@@ -65,7 +65,7 @@ def main() -> int:
         log = args.logs / f"{label.replace(', ', '-').replace(' ', '-')}.txt"
         options = ["--report-api-errors", "no"] if tool == "memcheck" else []
         options += ["--racecheck-report", "all"] if tool == "racecheck" else []
-        command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "regex=graphrt_", *options, "--log-file", log]
+        command = ["compute-sanitizer", "--tool", tool, *options, "--log-file", log]
         command += [sys.executable, __file__, "--run", str(lanes)]
         started[label] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), log
     failed = False
