@@ -200,7 +200,7 @@ def test_which_verifies_of_a_capture_read_early(deferred, monkeypatch):
 def test_every_programmatic_edge_ends_in_a_kernel_that_waits(deferred):
     """B59: in the dump of a captured step; none ends in staging or commit, and the switch takes all of them away."""
     from rig import Pool, Target
-    from steps import Batch, Row, commit, verify
+    from steps import Batch, Row, verify
 
     from graphrt.capture import record
 
@@ -208,12 +208,13 @@ def test_every_programmatic_edge_ends_in_a_kernel_that_waits(deferred):
     pool = Pool(target, target.shape(layers=3))
     for slot in (3, 5):
         pool.fill(slot)
-    batch = Batch(pool, [Row(3, 1, 4), Row(5, 0, 2)])
+    batch, accepted = Batch(pool, [Row(3, 1, 4), Row(5, 0, 2)]), int32([1, 1])
+    rows = {"record_rows": batch.record_rows, "pending": pool.pending}
 
     def step():
         for _ in range(2):
             verify(batch)
-        commit(batch, [1, 1])
+        pool.context.commit(accepted, batch.state_indices, batch.query_start_loc, **rows)
 
     edges = []
     for enabled in (True, False):
