@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from graphrt import KDADeferredCommitContext, KDALayer, KDARecoverSSMRecords
+from graphrt import KDADeferredCommitContext, KDALayer, KDARecoverSSMRecords, error_counter
 from graphrt.kernels.conv import conv_verify
 from graphrt.kernels.cute import commit, deferred
 from graphrt.steps import Convolution, Rows
@@ -57,7 +57,7 @@ class Model:
         self.rows = torch.arange(batch, device=device, dtype=torch.int32)
         self.accepted = torch.full((batch,), n, device=device, dtype=torch.int32)
         self.pending = self.accepted.clone()
-        self.errors = torch.zeros(16, device=device, dtype=torch.int32)
+        self.errors = error_counter(device)
         zeros = torch.zeros_like(self.slots)
         self.plan = SimpleNamespace(
             commit_lens=self.accepted,

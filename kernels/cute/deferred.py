@@ -150,7 +150,7 @@ def deferred_verify_f32(
     """One launch on the current stream; without `pending` the stock verify. Shapes as in the public verify functions.
 
     Args:
-        errors: [kinds] int32 device error counter.
+        errors: [2 * kinds] int32 device error counter.
         conv: q, k and v are raw, and this convolution is run on them first (`conv_supported`).
         programmatic: as `programmatic_launches`, whose setting None takes.
         early: read before the wait; None leaves it to order.py. For tests: True is a promise that it is safe.

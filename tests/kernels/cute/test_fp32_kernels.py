@@ -7,6 +7,8 @@ import pytest
 import torch
 from fp32_steps import int32, relative
 
+from graphrt.errors import NUM_KINDS
+
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 # Relative norm; design section 2 promises 2e-6 or twice the error of the FP32 token-by-token form.
@@ -36,7 +38,7 @@ def run_verify(
     split=None,
     conv=None,
 ):
-    errors = torch.zeros(10, dtype=torch.int32, device="cuda") if errors is None else errors
+    errors = torch.zeros(2 * NUM_KINDS, dtype=torch.int32, device="cuda") if errors is None else errors
     deferred.deferred_verify_f32(
         tokens.q, tokens.k, tokens.v, tokens.raw_g, tokens.raw_beta, case.a_log, case.dt_bias, steps.LOWER_BOUND,
         case.state, case.records, loc, slots, q, tokens.out, errors,
@@ -138,7 +140,7 @@ def test_convolution_inside_has_the_bits_of_a_launch_before(kernels, split, head
     slots, rows = int32(list(range(batch, 0, -1))), int32([-1 if b == 3 else b for b in range(batch)])
     pending = int32([(r * 5 + 1) % (q + 1) for r in range(batch)])
     mine, mixed, conv_state = case.clone(), torch.empty_like(x), state.clone()
-    errors = torch.zeros(16, dtype=torch.int32, device="cuda")
+    errors = torch.zeros(2 * NUM_KINDS, dtype=torch.int32, device="cuda")
     conv_verify(x, conv_state, weight, bias, Rows(int32(loc), slots, rows, pending, q), keeps, batch, mixed, errors)
     tokens.q, tokens.k, tokens.v = mixed[None].unflatten(-1, (3, heads, steps.K)).unbind(2)
     run_verify(deferred, case, tokens, int32(loc), slots, rows, pending, q, split=split)
@@ -284,7 +286,7 @@ def test_programmatic_chain_in_a_graph_has_the_same_bits(kernels, split, batch):
     for one, two in pairwise(tokens):
         two.v = one.out  # each layer's values are what the layer before has just written
 
-    errors = torch.zeros(10, dtype=torch.int32, device="cuda")
+    errors = torch.zeros(2 * NUM_KINDS, dtype=torch.int32, device="cuda")
 
     def step(mine, programmatic):
         for l in range(layers):

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from fp32_steps import int32
 
+from graphrt.errors import NUM_KINDS
+
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 HEADS, Q, LAYERS = 4, 8, 4
@@ -42,7 +44,7 @@ class Step:
     def __init__(self, batch=3):
         self.cases = [steps.make_case(2 * batch + 1, 2 * batch, HEADS, Q) for _ in range(LAYERS)]
         self.tokens = [steps.make_tokens(Q * batch, HEADS) for _ in range(LAYERS)]
-        self.errors = torch.zeros(16, dtype=torch.int32, device="cuda")
+        self.errors = torch.zeros(2 * NUM_KINDS, dtype=torch.int32, device="cuda")
         self.loc = int32([Q * b for b in range(batch + 1)])
         first, second = list(range(batch)), list(range(batch, 2 * batch))
         counts = [list(range(1, 2 * batch + 1)), [Q] * 2 * batch]
