@@ -3,6 +3,7 @@
 from .align import align_eager_mask, align_state_indices
 from .context import KDADeferredCommitContext, KDARecoverSSMCommitContext, KDARecoverSSMDeferred
 from .errors import ErrorKind, ErrorReport, error_counter, error_counts, error_report, reset_errors
+from .fused import FusedConv
 from .layers import KDALayer
 from .persist import load_state, save_state, weights_fingerprint
 from .records import KDARecoverSSMRecords, allocate_records
@@ -21,6 +22,7 @@ __all__ = [
     "BoundaryBlock",
     "ErrorKind",
     "ErrorReport",
+    "FusedConv",
     "KDADeferredCommitContext",
     "KDALayer",
     "KDARecoverSSMCommitContext",
