@@ -180,6 +180,8 @@ class CommitRunner:
         """The payload of a mode's range."""
         if mode != "commit":
             return profiling.Work(num_reqs, num_reqs, 0)
+        if self.choice.eager(self._recordings.size_of(mode, num_reqs) or num_reqs):
+            return profiling.Work(num_reqs, 0, num_reqs)
         return profiling.commit_work(num_reqs, True, self.eager or self.mamba_block_size is not None)
 
     def _check_values(self, mode: str, num_reqs: int) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from . import demo, doctor, plan
+from . import demo, doctor, graph, plan, profile
 
 app = typer.Typer(
     help="CUDA-graph-centric runtime for speculative decoding with Kimi Delta Attention.",
@@ -30,5 +30,5 @@ def main(
     """Options before the subcommand."""
 
 
-for command in (doctor.doctor, plan.plan, demo.demo):
+for command in (doctor.doctor, plan.plan, demo.demo, graph.graph, profile.profile):
     app.command()(command)
