@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("graphrt", "graphrt.capture", "graphrt.testing")
 # Called by nobody here: names of the system whose contract this project keeps, which its engine calls.
-OF_THE_CONTRACT = {"commit_f32", "conv_history_len", "use_commit_f32"}
+OF_THE_CONTRACT = {"commit_f32", "use_commit_f32"}
 PUBLIC = [
     pytest.param(package, name, id=f"{package}.{name}")
     for package in PACKAGES
