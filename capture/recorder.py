@@ -49,8 +49,9 @@ def record(
     Not seen on CUDA: work of other libraries on a stream that does not capture, and memory outside the pool that
     only such work uses.
 
-    Not seen by the CPU tape: host data that enters through torch.frombuffer or torch.from_dlpack, and values
-    read through a storage or `data_ptr()`.
+    Not seen by the CPU tape: host data that enters through torch.frombuffer or torch.from_dlpack, values read through
+    a storage or `data_ptr()`, and launches of a thread that ran before (starting one, or a thread pool's `submit`, is
+    refused).
     """
     place = torch.device(device)
     if not callable(fn):
