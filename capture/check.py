@@ -69,6 +69,7 @@ class ReplayReport:
 
     @property
     def ok(self) -> bool:
+        """Whether something was compared and nothing differs."""
         return self.difference is None and bool(self.changed)
 
     def __bool__(self) -> bool:

@@ -184,6 +184,8 @@ class CommitRunner:
         """The payload of a mode's range."""
         if mode != "commit":
             return profiling.Work(num_reqs, num_reqs, 0)
+        if self.choice.eager(self._recordings.size_of(mode, num_reqs) or num_reqs):
+            return profiling.Work(num_reqs, 0, num_reqs)
         return profiling.commit_work(num_reqs, True, self.eager or self.mamba_block_size is not None)
 
     def _check_values(self, mode: str, num_reqs: int) -> None:
@@ -193,7 +195,8 @@ class CommitRunner:
             return
         rows, stack = self.inputs.rows(num_reqs), self.context.stack
         if mode != "commit":
-            checked.flush_values(rows.state_indices, rows.record_rows, self.pending, stack.geometry)
+            owners = self.inputs.owners(num_reqs)
+            checked.flush_values(rows.state_indices, rows.record_rows, self.pending, owners, stack)
             return
         size = self._recordings.size_of(mode, num_reqs) or num_reqs
         commit = Commit(request_indices=None, **self._commit_arguments(rows, self.choice.eager(size)))
@@ -215,6 +218,7 @@ class CommitRunner:
             "record_rows": rows.record_rows,
             "pending": self.pending,
             "eager": eager,
+            "owners": self.inputs.owners(rows.state_indices.shape[0]),
         }
 
     def _commit(self, num_reqs: int) -> None:
@@ -223,8 +227,8 @@ class CommitRunner:
 
     def _flush(self, num_reqs: int) -> None:
         rows = self.inputs.rows(num_reqs)
-        self.context.flush(rows.state_indices, rows.record_rows, self.pending)
+        self.context.flush(rows.state_indices, rows.record_rows, self.pending, self.inputs.owners(num_reqs))
 
     def _drain(self, num_reqs: int) -> None:
         rows = self.inputs.rows(num_reqs)
-        self.context.drain(rows.state_indices, rows.record_rows, self.pending)
+        self.context.drain(rows.state_indices, rows.record_rows, self.pending, self.inputs.owners(num_reqs))

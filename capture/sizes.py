@@ -102,6 +102,17 @@ class SizedRecordings:
         by_size = sorted(self._recordings[name].items())
         self._fits[name] = [next((r for size, r in by_size if size >= m), None) for m in range(self._most + 1)]
 
+    def find(self, name: str, num_reqs: int) -> Recording | None:
+        """The smallest recording that fits; None where there is none.
+
+        Raises:
+            ValueError: for a batch outside 0..most.
+        """
+        if type(num_reqs) is not int or not 0 <= num_reqs <= self._most:
+            fail("num_reqs", f"0..{self._most} (max_num_reqs)", repr(num_reqs))
+        fits = self._fits.get(name)
+        return None if fits is None else fits[num_reqs]
+
     def replay(self, name: str, num_reqs: int) -> Recording | None:
         """Replay the smallest recording that fits; None where there is none, and `last_miss_reason` says why.
 
@@ -109,10 +120,7 @@ class SizedRecordings:
             ValueError: for a batch outside 0..most.
             RuntimeError: before the first capture, and after `close`.
         """
-        if type(num_reqs) is not int or not 0 <= num_reqs <= self._most:
-            fail("num_reqs", f"0..{self._most} (max_num_reqs)", repr(num_reqs))
-        fits = self._fits.get(name)
-        recording = None if fits is None else fits[num_reqs]
+        recording = self.find(name, num_reqs)
         if recording is None:
             self._miss(name, num_reqs)
             return None

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from graphrt import backends, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
+from graphrt.capture.recording import Recording
 from graphrt.capture.runner import check_parts, settle
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
 from graphrt.capture.static import allocate_rows, cut_rows
@@ -49,14 +50,14 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What the sampling of a step decides. [B] each."""
+    """What the sampling of a step decides, by row."""
 
     num_accepted_tokens: Tensor
-    """int32: tokens of the row's window that stand."""
+    """[B] int32: tokens of the row's window that stand."""
     query_lens: Tensor
-    """int32: tokens of the row's next window, 0..Q; the callable has put the tokens themselves where verify reads."""
+    """[B] int32: tokens of the row's next window, 0..Q; the callable has put these tokens where verify reads."""
     finished: Tensor | None = None
-    """bool or uint8: rows that are done: committed in this step, padding from the next one on."""
+    """[B] bool or uint8: rows that are done: committed in this step, padding from the next one on."""
 
 
 Verify = Callable[[StepRows], Any]
@@ -71,8 +72,8 @@ class DecodeStep:
     The launches of a step, in order:
 
     1. stage: `inputs` are copied to the step's own rows, and `pending` of every live row moves into `rows.pending`
-       and becomes zero. A step whose commit never comes has thereby accepted nothing. In align mode rows near a block
-       boundary become eager.
+       and becomes zero. A step whose commit never comes has thereby accepted nothing. Rows whose record row has a new
+       owner become padding (`StepInputs.ledger`). In align mode rows near a block boundary become eager.
     2. with `flush`: rows whose entry in `flush_rows` is set are drained from `rows.pending` into their checkpoints.
        This is the flush for verifies that replay nothing. Which rows it reaches is a value on the device, so one
        recording serves steps that flush and steps that replay.
@@ -121,10 +122,10 @@ class DecodeStep:
         self.capture_sizes = check_sizes([most] if capture_sizes is None else capture_sizes, most)
         with torch.inference_mode(False):  # they outlive the caller's mode
             self.replayed = torch.zeros(pending.shape, dtype=torch.int32, device=device)
+            """[R] int32: pending counts of the rows of the step that runs, `StepRows.pending`."""
             self.flush_rows = torch.ones(most, dtype=torch.int32, device=device) if flush else None
+            """[max_num_reqs] int32, 1 where the step drains a row before its verify; write into it at any time."""
             self._drained = torch.zeros(most, dtype=torch.int32, device=device)
-        """[R] int32: pending counts of the rows of the step that runs, `StepRows.pending`."""
-        """[max_num_reqs] int32, 1 where the step drains a row before its verify; write into it at any time."""
         self._staged = allocate_rows(most, inputs.block_table_width, device)[1]
         self._rows: dict[int, StepRows] = {}
         self._recordings = SizedRecordings({"step": self._run}, most, device)
@@ -189,6 +190,14 @@ class DecodeStep:
         with torch.no_grad():
             self.outputs = self._run(num_reqs)
 
+    def recording(self, num_reqs: int) -> Recording | None:
+        """What `replay` of so many rows replays, to look at: `dump`, `num_nodes`. None where the step runs eagerly.
+
+        Raises:
+            ValueError: for more rows than the inputs have.
+        """
+        return self._recordings.find("step", num_reqs)
+
     @property
     def last_miss_reason(self) -> str | None:
         """Why the last step that found no recording ran eagerly; None as long as none did."""
@@ -243,12 +252,15 @@ class DecodeStep:
             eager=i.eager,
             num_computed_tokens=i.num_computed_tokens,
             block_table=i.block_table,
+            generation=i.generation,
         )
         num_slots, eager = self.context.stack.geometry.num_slots, self.choice.eager(num_reqs)
         begin = StepBegin(self.pending, self.replayed, num_slots, self.mamba_block_size, eager)
         device = self.inputs.device
         run = backends.by_device(device).stage
-        launch("graphrt.stage", run, staged, sources, begin, error_counter(device))
+        ledger = self.inputs.ledger
+        current = None if ledger is None else ledger.generation
+        launch("graphrt.stage", run, staged, sources, begin, error_counter(device), current)
 
     def _commit(self, rows: StepRows, sampled: Sampled) -> None:
         align = self.mamba_block_size is not None

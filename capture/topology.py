@@ -28,6 +28,7 @@ class GraphNode:
 
     @property
     def title(self) -> str:
+        """Stage and kernel, for a reader."""
         return f"{self.stage}: {self.name}" if self.stage and self.stage != self.name else self.name
 
     @property

@@ -220,9 +220,10 @@ def _check_layer(index: int, layer: KDALayerLike, first: KDALayerLike, spec_quer
     heads, dim = layer.local_num_heads, layer.head_dim
     check_head_dim(f"{name}.head_dim", dim)
     check_lower_bound(f"{name}.gate_lower_bound", layer.gate_lower_bound)
-    if not isinstance(layer.kv_cache, Sequence) or len(layer.kv_cache) != 2:
+    # An engine may keep tensors of its own behind the two.
+    if not isinstance(layer.kv_cache, Sequence) or len(layer.kv_cache) < 2:
         fail(f"{name}.kv_cache", "(conv_state, checkpoint)", type(layer.kv_cache).__name__)
-    (conv_state, checkpoint), records = layer.kv_cache, layer.recoverssm_records
+    (conv_state, checkpoint), records = layer.kv_cache[:2], layer.recoverssm_records
     correction: Any = getattr(records, "correction", None)
     key_gate: Any = getattr(records, "key_gate", None)
     wide = torch.float64 if getattr(checkpoint, "dtype", None) == torch.float64 else torch.float32

@@ -65,6 +65,7 @@ REFUSED = {
     "StepInputs spec_query_len": (NOT_COUNTS, lambda p, v: StepInputs(4, v, "cpu")),
     "StepInputs block_table_width": (NOT_COUNTS, lambda p, v: StepInputs(4, 4, "cpu", v)),
     "StepInputs device": ((None, 0, True, "nowhere", ["cpu"]), lambda p, v: StepInputs(4, 4, v)),
+    "StepInputs ledger": ((3, True, "x", torch.zeros(4)), lambda p, v: StepInputs(4, 4, "cpu", ledger=v)),
     "rows num_reqs": ((*NOT_COUNTS, 0, 7), lambda p, v: p.inputs.rows(v)),
     "stage num_reqs": ((*NOT_COUNTS, 7), lambda p, v: p.inputs.stage(num_reqs=v)),
     "stage state_indices": (({1}, {1: 2}, "1", 1, [1.0], [None], ["1"]), lambda p, v: p.inputs.stage(

@@ -49,6 +49,7 @@ def random_sources(rng, rows, device):
         request_indices=maybe(integers(-1, requests + 1, rows)),
         num_computed_tokens=maybe(integers(-3, 40, requests)),
         block_table=maybe(integers(0, 50, requests, rng.choice([0, 2, 50]))),
+        generation=maybe(integers(0, 3, rows)),
     )
 
 
@@ -92,15 +93,16 @@ def test_staging_kernels_equal_the_specification(device, block_size):
         rows, width = rng.choice([1, 3, 8, 130]), rng.choice([0, 1, 5, 40])
         s = random_sources(rng, rows, device)
         arguments = (rows, width, case, block_size, device)
+        current = None if rng.random() < 0.3 else integers(1, 3, rows + rng.randint(0, 3)).to(device)
 
-        def spec(staged, begin, s=s):
-            backends.load("torch").stage(staged, s, begin, errors)
+        def spec(staged, begin, s=s, current=current):
+            backends.load("torch").stage(staged, s, begin, errors, current)
 
-        def by_value(staged, begin, s=s):
-            backends.load("triton").stage(staged, s, begin, errors)
+        def by_value(staged, begin, s=s, current=current):
+            backends.load("triton").stage(staged, s, begin, errors, current)
 
-        def by_header(staged, begin, s=s):
-            stage_header(staged, header_of(s, device), errors)
+        def by_header(staged, begin, s=s, current=current):
+            stage_header(staged, header_of(s, device), errors, current)
 
         want = staged_by(spec, *arguments)
         assert same(staged_by(by_value, *arguments), want), s
