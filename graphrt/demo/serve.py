@@ -179,7 +179,7 @@ class DecodeLoop:
         slot = _slot_of(record_row)
         indices = torch.tensor([[slot], [record_row]], dtype=torch.int32, device=self.device)
         self.context.drain(indices[0], indices[1], self.slots.pending)
-        end, history = request.target, self.layers[0].conv_weight.shape[1] - 1
+        end, history = request.target, self.context.conv_history_len
         states = []
         for layer in self.layers:
             conv_state, checkpoint = layer.kv_cache
