@@ -17,7 +17,8 @@ from graphrt.capture.static import allocate_rows, cut_rows
 from graphrt.checks import check_count, fail
 from graphrt.errors import canonical, error_counter
 from graphrt.launch import is_recording, launch
-from graphrt.steps import Staged, StageSources
+from graphrt.slots import RecordSlots
+from graphrt.steps import Owners, Staged, StageSources
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,12 +33,15 @@ class StepInputs:
         spec_query_len: Q, 1 + the most draft tokens.
         device: where the buffers live.
         block_table_width: columns of the block table; align mode needs at least one.
+        ledger: whose generations staged rows are compared with. A row that is late, for its record row has a new
+            owner, becomes padding when it is staged, is skipped by a commit, flush or drain afterwards, and is counted.
     """
 
     max_num_reqs: int
     spec_query_len: int
     device: torch.device
     block_table_width: int = 0
+    ledger: RecordSlots | None = field(default=None, repr=False)
     state_indices: Tensor = field(init=False, repr=False)
     """[R] int32: state slot."""
     record_rows: Tensor = field(init=False, repr=False)
@@ -52,6 +56,8 @@ class StepInputs:
     """[R] int32, by row."""
     block_table: Tensor = field(init=False, repr=False)
     """[R, block_table_width] int32, by row; null past the width of what was staged."""
+    generation: Tensor = field(init=False, repr=False)
+    """[R] int32: the generation of its record row that each row was staged for; 0 is not compared."""
     _block: Tensor = field(init=False, repr=False)
     _addresses: range = field(init=False, repr=False)
     _all: Staged = field(init=False, repr=False)
@@ -63,6 +69,8 @@ class StepInputs:
             check_count(name, getattr(self, name), least)
         put: Any = object.__setattr__
         put(self, "device", canonical(self.device))
+        if self.ledger is not None and self.ledger.generation.device != self.device:
+            fail("ledger", f"one on {self.device}, like the buffers", f"one on {self.ledger.generation.device}")
         error_counter(self.device)
         block, staged = allocate_rows(self.max_num_reqs, self.block_table_width, self.device)
         put(self, "_block", block)
@@ -71,7 +79,15 @@ class StepInputs:
         for name in NAMES:
             if name != "request_indices":
                 put(self, name, getattr(staged, name))
-        put(self, "_ring", PinnedRing(staged) if self.device.type == "cuda" else None)
+        put(self, "_ring", PinnedRing(staged, self._current) if self.device.type == "cuda" else None)
+
+    @property
+    def _current(self) -> Tensor | None:
+        return None if self.ledger is None else self.ledger.generation
+
+    def owners(self, num_reqs: int) -> Owners | None:
+        """Whom the first `num_reqs` rows were staged for, as commit, flush and drain take it; None without a ledger."""
+        return None if self.ledger is None else Owners(self.rows(num_reqs).generation, self.ledger.generation)
 
     def rows(self, num_reqs: int) -> Staged:
         """The static tensors cut to `num_reqs` rows: the same objects at every call.
@@ -98,6 +114,7 @@ class StepInputs:
         request_indices: Source = None,
         num_computed_tokens: Source = None,
         block_table: Source = None,
+        generation: Source = None,
     ) -> None:
         """Copy a step's metadata into the static buffers: one launch on the current stream, and no wait.
 
@@ -113,6 +130,8 @@ class StepInputs:
             num_accepted_tokens, num_computed_tokens: [requests] int32. block_table: [requests, width] int32. Row b
                 receives the values of request `request_indices[b]` (or b); columns past `block_table_width` are
                 dropped, for no kernel could reach them.
+            generation: [>= num_reqs] int32, of the record rows (`RecordSlots.generations`); 0 is not compared, and
+                without a ledger none is.
 
         Raises:
             ValueError: naming the argument, before anything is launched; also for a tensor that is a view of the
@@ -123,7 +142,7 @@ class StepInputs:
             fail("num_reqs", f"0..{self.max_num_reqs} (max_num_reqs)", repr(num_reqs))
         values = (
             state_indices, record_rows, query_start_loc, num_accepted_tokens, eager, request_indices,
-            num_computed_tokens, block_table,
+            num_computed_tokens, block_table, generation,
         )  # fmt: skip
         recording = _is_recording(self._ring)
         if recording:
@@ -138,7 +157,7 @@ class StepInputs:
             return
         sources = StageSources(num_reqs, **{NAMES[i]: as_tensor(i, value) for i, value, *_ in checked})
         run = backends.by_device(self.device).stage
-        launch("graphrt.stage", run, self._all, sources, None, error_counter(self.device))
+        launch("graphrt.stage", run, self._all, sources, None, error_counter(self.device), self._current)
 
     @contextmanager
     def kept(self) -> Iterator[None]:

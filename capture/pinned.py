@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import lru_cache, partial
 
 import torch
+from torch import Tensor
 
 from graphrt import backends
 from graphrt.capture import driver
@@ -128,7 +129,7 @@ class PinnedBlock:
 class PinnedRing:
     """NUM_BLOCKS steps may be queued before a staging waits for the device."""
 
-    def __init__(self, staged: Staged) -> None:
+    def __init__(self, staged: Staged, current: Tensor | None = None) -> None:
         # Triton is imported where it runs.
         from graphrt.kernels.stage import stage_header
 
@@ -136,11 +137,13 @@ class PinnedRing:
         errors = error_counter(device)
         with torch.cuda.device(device):
             # Compiled here, for a staging by value inside a later recording.
-            backends.by_device(device).stage(staged, StageSources(0), None, errors)
+            backends.by_device(device).stage(staged, StageSources(0), None, errors, current)
             self._device = torch.cuda.current_device()
             self._blocks = [PinnedBlock(staged.state_indices.shape[0]) for _ in range(NUM_BLOCKS)]
             self._recordings = [
-                record(partial(stage_header, staged, block.header, errors), device=device, name="graphrt.stage")
+                record(
+                    partial(stage_header, staged, block.header, errors, current), device=device, name="graphrt.stage"
+                )
                 for block in self._blocks
             ]
             self._launches = [only_kernel(recording) for recording in self._recordings]

@@ -1,5 +1,6 @@
 """Commit, flush and drain of a context, recorded for every batch size."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -10,8 +11,11 @@ from graphrt import checked, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
 from graphrt.checks import check_block_size, check_index, fail
+from graphrt.choice import Choice, CommitChoice, StepShape, choose_commit
 from graphrt.context import KDARecoverSSMCommitContext
 from graphrt.steps import Commit, Staged
+
+log = logging.getLogger("graphrt")
 
 MODES = ("commit", "flush", "drain")
 # Category and message of each mode's range.
@@ -41,6 +45,13 @@ def check_parts(
         fail("inputs", "a block_table_width of at least 1, since mamba_block_size is given", inputs.block_table_width)
 
 
+def settle(context: KDARecoverSSMCommitContext, choice: Choice) -> CommitChoice:
+    """Eager or deferred for a context's steps; the log says which and why."""
+    settled = choose_commit(StepShape.of(context), choice)
+    log.info("graphrt commit: %s", settled.reason)
+    return settled
+
+
 class CommitRunner:
     """Replays the commit, flush or drain of a staged step, from the static inputs alone.
 
@@ -56,6 +67,9 @@ class CommitRunner:
         mamba_block_size: align mode, with the staged block table and computed counts. Rows near a block boundary are
             folded now by the plan itself; pass `eager=True` and stage `align_eager_mask` to keep them uncounted.
         eager: whether the staged eager mask takes part in the commit.
+        choice: eager or deferred by capture size, as `graphrt.choice.choose_commit` takes it. By default the measured
+            table decides, and what nobody measured is deferred; the captures that it makes eager commit all their
+            rows at once. `runner.choice` says what came of it, and why.
 
     Raises:
         ValueError: for parts that do not fit each other.
@@ -69,11 +83,15 @@ class CommitRunner:
         capture_sizes: Iterable[int] | None = None,
         mamba_block_size: int | None = None,
         eager: bool = False,
+        choice: Choice = None,
     ) -> None:
         check_parts(context, pending, inputs, mamba_block_size)
         self.context, self.pending, self.inputs = context, pending, inputs
         self.capture_sizes = check_sizes(capture_sizes, inputs.max_num_reqs)
         self.mamba_block_size, self.eager = mamba_block_size, eager
+        self.choice = settle(context, choice)
+        with torch.inference_mode(False):  # it outlives the caller's mode
+            self._all_eager = torch.ones(inputs.max_num_reqs, dtype=torch.uint8, device=inputs.device)
         self._works: dict[str, Callable[[int], None]] = {
             "commit": self._commit,
             "flush": self._flush,
@@ -168,14 +186,19 @@ class CommitRunner:
         """Checked mode: what the context's own methods do before a launch, for a replay does not pass through them."""
         rows, stack = self.inputs.rows(num_reqs), self.context.stack
         if mode != "commit":
-            checked.flush_values(rows.state_indices, rows.record_rows, self.pending, stack.geometry)
+            owners = self.inputs.owners(num_reqs)
+            checked.flush_values(rows.state_indices, rows.record_rows, self.pending, owners, stack)
             return
-        commit = Commit(request_indices=None, **self._commit_arguments(rows))
+        size = self._recordings.size_of(mode, num_reqs) or num_reqs
+        commit = Commit(request_indices=None, **self._commit_arguments(rows, self.choice.eager(size)))
         checked.commit_values(commit, stack.geometry)
         checked.close_step(stack.corrections, commit)
 
-    def _commit_arguments(self, rows: Staged) -> dict[str, Any]:
+    def _commit_arguments(self, rows: Staged, all_eager: bool) -> dict[str, Any]:
         align = self.mamba_block_size is not None
+        eager = rows.eager if self.eager else None
+        if all_eager:
+            eager = self._all_eager[: rows.eager.shape[0]]
         return {
             "num_accepted_tokens": rows.num_accepted_tokens,
             "state_indices": rows.state_indices,
@@ -185,16 +208,18 @@ class CommitRunner:
             "mamba_block_size": self.mamba_block_size,
             "record_rows": rows.record_rows,
             "pending": self.pending,
-            "eager": rows.eager if self.eager else None,
+            "eager": eager,
+            "owners": self.inputs.owners(rows.state_indices.shape[0]),
         }
 
     def _commit(self, num_reqs: int) -> None:
-        self.context.commit(**self._commit_arguments(self.inputs.rows(num_reqs)))
+        arguments = self._commit_arguments(self.inputs.rows(num_reqs), self.choice.eager(num_reqs))
+        self.context.commit(**arguments)
 
     def _flush(self, num_reqs: int) -> None:
         rows = self.inputs.rows(num_reqs)
-        self.context.flush(rows.state_indices, rows.record_rows, self.pending)
+        self.context.flush(rows.state_indices, rows.record_rows, self.pending, self.inputs.owners(num_reqs))
 
     def _drain(self, num_reqs: int) -> None:
         rows = self.inputs.rows(num_reqs)
-        self.context.drain(rows.state_indices, rows.record_rows, self.pending)
+        self.context.drain(rows.state_indices, rows.record_rows, self.pending, self.inputs.owners(num_reqs))

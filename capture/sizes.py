@@ -98,6 +98,17 @@ class SizedRecordings:
         by_size = sorted(self._recordings[name].items())
         self._fits[name] = [next((r for size, r in by_size if size >= m), None) for m in range(self._most + 1)]
 
+    def find(self, name: str, num_reqs: int) -> Recording | None:
+        """The smallest recording that fits; None where there is none.
+
+        Raises:
+            ValueError: for a batch outside 0..most.
+        """
+        if not 0 <= num_reqs <= self._most:
+            raise ValueError(f"num_reqs: expected 0..{self._most} (max_num_reqs), got {num_reqs}")
+        fits = self._fits.get(name)
+        return None if fits is None else fits[num_reqs]
+
     def replay(self, name: str, num_reqs: int) -> Recording | None:
         """Replay the smallest recording that fits; None where there is none, and `last_miss_reason` says why.
 
@@ -105,15 +116,16 @@ class SizedRecordings:
             ValueError: for a batch outside 0..most.
             RuntimeError: before the first capture, and after `close`.
         """
-        if not 0 <= num_reqs <= self._most:
-            raise ValueError(f"num_reqs: expected 0..{self._most} (max_num_reqs), got {num_reqs}")
-        fits = self._fits.get(name)
-        recording = None if fits is None else fits[num_reqs]
+        recording = self.find(name, num_reqs)
         if recording is None:
             self._miss(name, num_reqs)
             return None
         recording.replay()
         return recording
+
+    def size_of(self, name: str, num_reqs: int) -> int | None:
+        """Rows of the recording that a batch replays; None where it runs eagerly."""
+        return min((size for size in self._recordings.get(name, {}) if size >= num_reqs), default=None)
 
     def _miss(self, name: str, num_reqs: int) -> None:
         self._check_open("replay")

@@ -15,7 +15,7 @@ Source = Tensor | Sequence[int] | Sequence[bool] | Sequence[Sequence[int]] | Non
 # In the order in which `check_sources` and a staging header take them.
 NAMES = (
     "state_indices", "record_rows", "query_start_loc", "num_accepted_tokens", "eager", "request_indices",
-    "num_computed_tokens", "block_table",
+    "num_computed_tokens", "block_table", "generation",
 )  # fmt: skip
 OFFSETS, EAGER, REQUESTS, TABLE = (
     NAMES.index(name) for name in ("query_start_loc", "eager", "request_indices", "block_table")

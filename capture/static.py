@@ -18,6 +18,7 @@ def allocate_rows(max_num_reqs: int, width: int, device: torch.device) -> tuple[
         "eager": -(-max_num_reqs // 4),
         "num_computed_tokens": max_num_reqs,
         "block_table": max_num_reqs * width,
+        "generation": max_num_reqs,
     }
     room = [-(-size // _LINE) * _LINE for size in sizes.values()]
     with torch.inference_mode(False):  # static rows outlive the caller's mode
@@ -39,4 +40,5 @@ def cut_rows(staged: Staged, num_reqs: int) -> Staged:
         eager=staged.eager[:num_reqs],
         num_computed_tokens=staged.num_computed_tokens[:num_reqs],
         block_table=staged.block_table[:num_reqs],
+        generation=staged.generation[:num_reqs],
     )

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from graphrt import backends, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
-from graphrt.capture.runner import check_parts
+from graphrt.capture.recording import Recording
+from graphrt.capture.runner import check_parts, settle
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
 from graphrt.capture.static import allocate_rows, cut_rows
 from graphrt.checks import check_index, check_tensor, fail
+from graphrt.choice import Choice
 from graphrt.context import KDARecoverSSMCommitContext
 from graphrt.errors import error_counter
 from graphrt.launch import launch
@@ -70,8 +72,8 @@ class DecodeStep:
     The launches of a step, in order:
 
     1. stage: `inputs` are copied to the step's own rows, and `pending` of every live row moves into `rows.pending`
-       and becomes zero. A step whose commit never comes has thereby accepted nothing. In align mode rows near a block
-       boundary become eager.
+       and becomes zero. A step whose commit never comes has thereby accepted nothing. Rows whose record row has a new
+       owner become padding (`StepInputs.ledger`). In align mode rows near a block boundary become eager.
     2. with `flush`: rows whose entry in `flush_rows` is set are drained from `rows.pending` into their checkpoints.
        This is the flush for verifies that replay nothing. Which rows it reaches is a value on the device, so one
        recording serves steps that flush and steps that replay.
@@ -91,6 +93,8 @@ class DecodeStep:
             default.
         verify, sample: the user's part of the step.
         flush: whether the step has part 2.
+        choice: eager or deferred by capture size, as for `CommitRunner`: in a size where the eager commit is the
+            faster, staging makes every live row eager.
     """
 
     def __init__(
@@ -104,19 +108,21 @@ class DecodeStep:
         capture_sizes: Iterable[int] | None = None,
         mamba_block_size: int | None = None,
         flush: bool = False,
+        choice: Choice = None,
     ) -> None:
         check_parts(context, pending, inputs, mamba_block_size)
         self.context, self.pending, self.inputs = context, pending, inputs
         self.verify, self.sample = verify, sample
         self.mamba_block_size = mamba_block_size
+        self.choice = settle(context, choice)
         most, device = inputs.max_num_reqs, inputs.device
         self.capture_sizes = check_sizes([most] if capture_sizes is None else capture_sizes, most)
         with torch.inference_mode(False):  # they outlive the caller's mode
             self.replayed = torch.zeros(pending.shape, dtype=torch.int32, device=device)
+            """[R] int32: pending counts of the rows of the step that runs, `StepRows.pending`."""
             self.flush_rows = torch.ones(most, dtype=torch.int32, device=device) if flush else None
+            """[max_num_reqs] int32, 1 where the step drains a row before its verify; write into it at any time."""
             self._drained = torch.zeros(most, dtype=torch.int32, device=device)
-        """[R] int32: pending counts of the rows of the step that runs, `StepRows.pending`."""
-        """[max_num_reqs] int32, 1 where the step drains a row before its verify; write into it at any time."""
         self._staged = allocate_rows(most, inputs.block_table_width, device)[1]
         self._rows: dict[int, StepRows] = {}
         self._recordings = SizedRecordings({"step": self._run}, most, device)
@@ -178,6 +184,14 @@ class DecodeStep:
         with torch.no_grad():
             self.outputs = self._run(num_reqs)
 
+    def recording(self, num_reqs: int) -> Recording | None:
+        """What `replay` of so many rows replays, to look at: `dump`, `num_nodes`. None where the step runs eagerly.
+
+        Raises:
+            ValueError: for more rows than the inputs have.
+        """
+        return self._recordings.find("step", num_reqs)
+
     @property
     def last_miss_reason(self) -> str | None:
         """Why the last step that found no recording ran eagerly; None as long as none did."""
@@ -233,11 +247,15 @@ class DecodeStep:
             eager=i.eager,
             num_computed_tokens=i.num_computed_tokens,
             block_table=i.block_table,
+            generation=i.generation,
         )
-        begin = StepBegin(self.pending, self.replayed, self.context.stack.geometry.num_slots, self.mamba_block_size)
+        num_slots, eager = self.context.stack.geometry.num_slots, self.choice.eager(num_reqs)
+        begin = StepBegin(self.pending, self.replayed, num_slots, self.mamba_block_size, eager)
         device = self.inputs.device
         run = backends.by_device(device).stage
-        launch("graphrt.stage", run, staged, sources, begin, error_counter(device))
+        ledger = self.inputs.ledger
+        current = None if ledger is None else ledger.generation
+        launch("graphrt.stage", run, staged, sources, begin, error_counter(device), current)
 
     def _commit(self, rows: StepRows, sampled: Sampled) -> None:
         align = self.mamba_block_size is not None

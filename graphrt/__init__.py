@@ -2,11 +2,12 @@
 
 from .align import align_eager_mask, align_state_indices
 from .context import KDADeferredCommitContext, KDARecoverSSMCommitContext, KDARecoverSSMDeferred
-from .errors import ErrorKind, error_counter, error_counts, reset_errors
+from .errors import ErrorKind, ErrorReport, error_counter, error_counts, error_report, reset_errors
 from .layers import KDALayer
 from .records import KDARecoverSSMRecords, allocate_records
 from .sentinels import FP32_DEFERRED, NULL_BLOCK_ID, SCRATCH_ROW
 from .slots import RecordSlots
+from .steps import Owners
 from .verify import kda_conv_verify, kda_deferred_verify, kda_recoverssm_verify
 
 __version__ = "0.1.0"
@@ -16,17 +17,20 @@ __all__ = [
     "NULL_BLOCK_ID",
     "SCRATCH_ROW",
     "ErrorKind",
+    "ErrorReport",
     "KDADeferredCommitContext",
     "KDALayer",
     "KDARecoverSSMCommitContext",
     "KDARecoverSSMDeferred",
     "KDARecoverSSMRecords",
+    "Owners",
     "RecordSlots",
     "align_eager_mask",
     "align_state_indices",
     "allocate_records",
     "error_counter",
     "error_counts",
+    "error_report",
     "kda_conv_verify",
     "kda_deferred_verify",
     "kda_recoverssm_verify",

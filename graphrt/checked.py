@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .launch import is_recording
-from .steps import Commit, Geometry, Rows
+from .layers import LayerStack
+from .steps import Commit, Geometry, Owners, Rows
 
 # Record rows whose last verify was not committed, by the corrections tensor of their layer.
 _open_rows: Any = WeakIdKeyDictionary()
@@ -35,11 +36,37 @@ def row_values(rows: Rows, num_tokens: int, num_slots: int, num_rows: int) -> No
         _pending_counts(_read(rows.pending), record_rows or [], rows.spec_query_len)
 
 
-def flush_values(state_indices: Tensor, record_rows: Tensor, pending: Tensor, geometry: Geometry) -> None:
-    """Raise ValueError for the first bad value of a flush or drain."""
-    rows = _read(record_rows, state_indices.shape[0])
-    _slots_and_rows(_read(state_indices), rows, geometry.num_slots, geometry.num_rows)
+def flush_values(
+    state_indices: Tensor, record_rows: Tensor, pending: Tensor, owners: Owners | None, stack: LayerStack
+) -> None:
+    """Raise for the first bad value of a flush or drain: ValueError, RuntimeError for a row without its commit."""
+    geometry, batch = stack.geometry, state_indices.shape[0]
+    rows, slots = _read(record_rows, batch), _read(state_indices)
+    _slots_and_rows(slots, rows, geometry.num_slots, geometry.num_rows)
+    _generations(owners, slots, rows)
     _pending_counts(_read(pending), rows, geometry.spec_query_len)
+    _committed([row for row, slot in zip(rows, slots, strict=True) if slot > 0 and row >= 0], stack.corrections)
+
+
+def _committed(rows: list[int], corrections: list[Tensor]) -> None:
+    """What a row has pending belongs to records that its last verify overwrote, until the commit of that step."""
+    for correction in corrections:
+        waiting = _open_rows.get(correction, set())
+        for row in rows:
+            if row in waiting:
+                raise RuntimeError(
+                    f"record row {row} was verified and not committed: its state is between two steps; commit the step "
+                    "first (accepted 0 abandons it)"
+                )
+
+
+def _generations(owners: Owners | None, slots: list[int], rows: list[int] | None) -> None:
+    if owners is None or rows is None:
+        return
+    staged, current = _read(owners.staged, len(rows)), _read(owners.current)
+    for b, row in enumerate(rows):
+        if slots[b] > 0 and row >= 0 and staged[b] not in (0, current[row]):
+            _fail("owners.staged", b, f"generation {current[row]}, the present owner's of record row {row}", staged[b])
 
 
 def commit_values(c: Commit, geometry: Geometry) -> None:
@@ -47,6 +74,7 @@ def commit_values(c: Commit, geometry: Geometry) -> None:
     slots = _read(c.state_indices)
     rows = None if c.record_rows is None else _read(c.record_rows, c.batch)
     _slots_and_rows(slots, rows, geometry.num_slots, geometry.num_rows)
+    _generations(c.owners, slots, rows)
     offsets = _read(c.query_start_loc)
     _query_offsets(offsets, None, geometry.spec_query_len)
     requests = list(range(c.batch)) if c.request_indices is None else _read(c.request_indices, c.batch)

@@ -17,7 +17,7 @@ from .errors import error_counter
 from .launch import launch
 from .layers import KDALayerLike, LayerStack
 from .sentinels import FP32_DEFERRED
-from .steps import Commit, Plan
+from .steps import Commit, Owners, Plan
 from .warmup import compile_variants
 
 
@@ -140,6 +140,7 @@ class KDARecoverSSMCommitContext:
         record_rows: Tensor | None = None,
         pending: Tensor | None = None,
         eager: Tensor | None = None,
+        owners: Owners | None = None,
     ) -> None:
         """Advance every row of a step by its accepted tokens: `a = clamp(accepted, 0, min(query length, Q))`.
 
@@ -159,6 +160,10 @@ class KDARecoverSSMCommitContext:
             record_rows: [>= B] int32, -1 changes nothing; row b has record row b without it.
             pending: [R] int32, needs `record_rows`.
             eager: [B] bool or uint8, needs `pending`.
+            owners: whom each row was staged for, needs `record_rows`. A row that is late, its record row having a new
+                owner, changes nothing and is counted.
+
+        Not checked, for a commit does not know T: that the query offsets stay within the tokens of the verify.
 
         Raises:
             ValueError: naming the argument, before anything is launched.
@@ -168,7 +173,7 @@ class KDARecoverSSMCommitContext:
             return
         commit = Commit(
             num_accepted_tokens, state_indices, query_start_loc, request_indices, block_table, num_computed_tokens,
-            mamba_block_size, record_rows, pending, _as_bytes(eager),
+            mamba_block_size, record_rows, pending, _as_bytes(eager), owners,
         )  # fmt: skip
         self._check_commit(commit)
         if checked.enabled(self.check):
@@ -176,7 +181,7 @@ class KDARecoverSSMCommitContext:
             checked.close_step(self.stack.corrections, commit)
         launch("graphrt.commit", self._run_commit, commit)
 
-    def flush(self, state_indices: Tensor, record_rows: Tensor, pending: Tensor) -> None:
+    def flush(self, state_indices: Tensor, record_rows: Tensor, pending: Tensor, owners: Owners | None = None) -> None:
         """Fold the pending records of the rows in place, and compact their convolution history, before a stock verify.
 
         `pending` is left as it is, for the commit of the same step rewrites it: every flushed row must be in that
@@ -185,29 +190,39 @@ class KDARecoverSSMCommitContext:
 
         Args:
             state_indices: [B] int32. record_rows: [>= B] int32. pending: [R] int32.
+            owners: as in `commit`.
         """
-        self._fold_pending("graphrt.flush", state_indices, record_rows, pending, zero=False)
+        self._fold_pending("graphrt.flush", state_indices, record_rows, pending, owners, zero=False)
 
-    def drain(self, state_indices: Tensor, record_rows: Tensor, pending: Tensor) -> None:
+    def drain(self, state_indices: Tensor, record_rows: Tensor, pending: Tensor, owners: Owners | None = None) -> None:
         """Fold the pending records of the rows in place and set their pending to zero: safe to run any number of times.
 
         For whoever reads the checkpoint next: a request that leaves or is copied, plain decode, export.
 
         Args:
             state_indices: [B] int32. record_rows: [>= B] int32. pending: [R] int32.
+            owners: as in `commit`.
         """
-        self._fold_pending("graphrt.drain", state_indices, record_rows, pending, zero=True)
+        self._fold_pending("graphrt.drain", state_indices, record_rows, pending, owners, zero=True)
 
-    def _fold_pending(self, name: str, state_indices: Tensor, record_rows: Tensor, pending: Tensor, zero: bool) -> None:
+    def _fold_pending(
+        self,
+        name: str,
+        state_indices: Tensor,
+        record_rows: Tensor,
+        pending: Tensor,
+        owners: Owners | None,
+        zero: bool,
+    ) -> None:
         check_index("state_indices", state_indices, 0, self.stack.device)
         if state_indices.shape[0] == 0:
             return
         check_is_tensor("record_rows", record_rows)
         check_is_tensor("pending", pending)
-        self._check_rows(state_indices, record_rows, pending)
+        self._check_rows(state_indices, record_rows, pending, owners)
         if checked.enabled(self.check):
-            checked.flush_values(state_indices, record_rows, pending, self.stack.geometry)
-        launch(name, self._run_fold_pending, state_indices, record_rows, pending, zero)
+            checked.flush_values(state_indices, record_rows, pending, owners, self.stack)
+        launch(name, self._run_fold_pending, state_indices, record_rows, pending, zero, owners)
 
     def _run_commit(self, commit: Commit) -> None:
         backend, stack = self.choice.backend, self.stack
@@ -217,14 +232,18 @@ class KDARecoverSSMCommitContext:
         backend.compact_conv(stack, self.plan, commit.state_indices, commit.align)
         backend.fold(stack, self.plan, commit.state_indices, commit.record_rows, commit.align)
 
-    def _run_fold_pending(self, state_indices: Tensor, record_rows: Tensor, pending: Tensor, zero: bool) -> None:
+    def _run_fold_pending(
+        self, state_indices: Tensor, record_rows: Tensor, pending: Tensor, zero: bool, owners: Owners | None = None
+    ) -> None:
         backend, stack = self.choice.backend, self.stack
         errors = error_counter(stack.device)
-        backend.plan_flush(self.plan, state_indices, record_rows, pending, zero, stack.geometry, errors)
+        backend.plan_flush(self.plan, state_indices, record_rows, pending, zero, owners, stack.geometry, errors)
         backend.compact_conv(stack, self.plan, state_indices, False)
         backend.fold(stack, self.plan, state_indices, record_rows, False)
 
-    def _check_rows(self, state_indices: Tensor, record_rows: Tensor | None, pending: Tensor | None) -> None:
+    def _check_rows(
+        self, state_indices: Tensor, record_rows: Tensor | None, pending: Tensor | None, owners: Owners | None
+    ) -> None:
         device, batch, capacity = self.stack.device, state_indices.shape[0], self.commit_lens.shape[0]
         if batch > capacity:
             fail("state_indices", f"at most {capacity} rows (max_num_reqs)", batch)
@@ -232,6 +251,13 @@ class KDARecoverSSMCommitContext:
             check_index("record_rows", record_rows, batch, device)
         if pending is not None:
             check_index("pending", pending, self.stack.geometry.num_rows, device, exactly=True)
+        if owners is not None:
+            if not isinstance(owners, Owners):
+                fail("owners", "an Owners(staged, current)", type(owners).__name__)
+            if record_rows is None:
+                fail("record_rows", "the record row of each row, since owners is given", None)
+            check_index("owners.staged", owners.staged, batch, device)
+            check_index("owners.current", owners.current, self.stack.geometry.num_rows, device, exactly=True)
 
     def _check_commit(self, c: Commit) -> None:
         device, batch = self.stack.device, c.batch
@@ -244,7 +270,7 @@ class KDARecoverSSMCommitContext:
                 None,
                 "an eager row is the exception of a deferred commit",
             )
-        self._check_rows(c.state_indices, c.record_rows, c.pending)
+        self._check_rows(c.state_indices, c.record_rows, c.pending, c.owners)
         check_index("query_start_loc", c.query_start_loc, batch + 1, device, exactly=True)
         requests = batch
         if c.request_indices is not None:
@@ -252,7 +278,7 @@ class KDARecoverSSMCommitContext:
             requests = 1
         check_index("num_accepted_tokens", c.num_accepted_tokens, requests, device)
         if c.eager is not None:
-            check_tensor("eager", c.eager, (batch,), (torch.uint8,), device)
+            check_tensor("eager", c.eager, (batch,), (torch.bool, torch.uint8), device)
         self._check_align(c, requests)
 
     def _check_align(self, c: Commit, requests: int) -> None:
@@ -319,13 +345,16 @@ class KDARecoverSSMDeferred:
     state_indices: Tensor = field(repr=False, compare=False)
     """[rows] int32"""
     flushed: bool = False
+    owners: Owners | None = field(default=None, repr=False, compare=False)
+    """Whom the rows were staged for; without it they are taken as they are."""
 
     def flush(self) -> None:
         """Fold the step's pending records before a verify that does not replay them; at most once per step object."""
         if self.flushed:
             return
         self.flushed = True
-        self.context.flush(self.state_indices, self.record_rows[: self.state_indices.shape[0]], self.pending)
+        rows = self.record_rows[: self.state_indices.shape[0]]
+        self.context.flush(self.state_indices, rows, self.pending, self.owners)
 
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:

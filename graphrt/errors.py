@@ -1,10 +1,13 @@
-"""The device error counter: what kernels clamped or skipped, by kind.
+"""The device error counter: what kernels clamped or skipped, by kind, and the first row of each kind.
 
 A kernel never leaves its buffers because of a bad value: it clamps the value or skips the row, and counts the event
-here. Counting costs nothing while nothing is wrong. One counter per device, shared by all contexts and verifies.
+here. Counting costs nothing while nothing is wrong. One counter per device, shared by all contexts and verifies. It
+lies in pinned host memory that the device writes through: the host reads it without a synchronisation.
 """
 
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,29 +16,44 @@ from torch import Tensor
 class ErrorKind(IntEnum):
     """Index into the counter. Each launch that meets a bad value counts it once per row."""
 
-    SLOT = 0
-    """A state slot past the pool: counted as null."""
-    ROW = 1
-    """A record row outside -1..R-1: counted as -1."""
-    REQUEST = 2
-    """A request index out of range: counted as accepted 0."""
-    ACCEPTED = 3
-    """An accepted count outside 0..query length: clamped."""
-    PENDING = 4
-    """A pending count outside 0..Q: clamped."""
-    QUERY_LEN = 5
-    """Query offsets that decrease, leave 0..T, or span more than Q tokens: clamped."""
-    COLUMN = 6
-    """A block-table column past the table, or a negative number of computed tokens: null."""
-    EAGER_MISSED = 7
-    """Align mode: a row near a block boundary that the eager mask missed: folded now."""
-    EAGER_NULL = 8
-    """An eager row whose destination block is null: kept pending."""
-    CONV_ZERO_ACCEPT = 9
-    """A verified row accepted nothing, in the convolution layout that cannot take its shift back."""
+    meaning: str
+
+    def __new__(cls, value: int, meaning: str) -> Self:
+        kind = int.__new__(cls, value)
+        kind._value_, kind.meaning = value, meaning
+        return kind
+
+    SLOT = 0, "a state slot past the pool, taken as null"
+    ROW = 1, "a record row outside -1..R-1, taken as -1"
+    REQUEST = 2, "a request index out of range, taken as accepted 0"
+    ACCEPTED = 3, "an accepted count outside 0..query length, clamped"
+    PENDING = 4, "a pending count outside 0..Q, clamped"
+    QUERY_LEN = 5, "query offsets that decrease, leave 0..T or span more than Q tokens, clamped"
+    COLUMN = 6, "a block-table column past the table or a negative number of computed tokens, taken as null"
+    EAGER_MISSED = 7, "a row near a block boundary that the eager mask missed, folded at once"
+    EAGER_NULL = (
+        8,
+        "a row to fold at once whose destination block is null, not folded (a deferred commit keeps it pending)",
+    )
+    CONV_ZERO_ACCEPT = (
+        9,
+        "a verified row that accepted nothing, in the convolution layout that cannot take its shift back",
+    )
+    STALE_GENERATION = 10, "a row of an earlier owner of its record row, skipped"
 
 
-_counters: dict[torch.device, Tensor] = {}
+NUM_KINDS = len(ErrorKind)
+
+
+@dataclass(frozen=True, slots=True)
+class _Counter:
+    """One piece of memory under two names: int32 counts [NUM_KINDS], then the first row of each kind, -1 for none."""
+
+    device: Tensor
+    host: Tensor
+
+
+_counters: dict[torch.device, _Counter] = {}
 
 
 def canonical(device: torch.device | str) -> torch.device:
@@ -47,27 +65,134 @@ def canonical(device: torch.device | str) -> torch.device:
 
 
 def error_counter(device: torch.device | str) -> Tensor:
-    """The [len(ErrorKind)] int32 counter that kernels on `device` add to; allocated at the first call.
+    """The [2 * len(ErrorKind)] int32 counter that kernels on `device` write: counts by kind, then first rows.
+
+    Allocated at the first call, at one address for the life of the process.
 
     Raises:
         RuntimeError: if the first call falls inside a CUDA capture, whose pool must not own it.
     """
+    return _counter(device).device
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorEntry:
+    """One kind of bad value that kernels met."""
+
+    kind: str
+    count: int
+    """How many rows of how many launches."""
+    first_row: int
+    """Batch row of the first launch that met it; the lowest such row where one program sees all rows."""
+    meaning: str
+
+    def __str__(self) -> str:
+        times = "once" if self.count == 1 else f"{self.count} times"
+        return f"{self.kind} {times}, first in batch row {self.first_row}: {self.meaning}"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReport:
+    """What kernels met since the last reset. True if there was anything; its text is a sentence for each kind."""
+
+    device: torch.device
+    entries: tuple[ErrorEntry, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.entries)
+
+    def __str__(self) -> str:
+        if not self.entries:
+            return f"no bad value was met on {self.device}"
+        return f"bad values on {self.device}: " + "; ".join(map(str, self.entries))
+
+
+def error_report(device: torch.device | str, *, wait: bool = False) -> ErrorReport:
+    """Kinds, counts and first rows of the bad values met on `device` since the last reset.
+
+    Args:
+        wait: False reads what the device has written so far, and waits for nothing: cheap enough for every step. True
+            synchronises first, so that every launch before the call is in the report.
+    """
     device = canonical(device)
-    if device not in _counters:
+    values = _read(device, wait)
+    return ErrorReport(
+        device,
+        tuple(
+            ErrorEntry(kind.name.lower(), values[kind], values[NUM_KINDS + kind], kind.meaning)
+            for kind in ErrorKind
+            if values[kind]
+        ),
+    )
+
+
+def error_counts(device: torch.device | str, *, wait: bool = True) -> dict[str, int]:
+    """How often each kind of bad value was met on `device` since the last reset.
+
+    Args:
+        wait: True synchronises first. False reads what the device has written so far, and waits for nothing.
+    """
+    values = _read(canonical(device), wait)
+    return {kind.name.lower(): values[kind] for kind in ErrorKind}
+
+
+def reset_errors(device: torch.device | str) -> None:
+    """Set every count of `device` to zero and forget the first rows. Synchronises: what ran before is not counted."""
+    counter = _counter(device)
+    _wait(canonical(device))
+    counter.host[:NUM_KINDS].zero_()
+    counter.host[NUM_KINDS:].fill_(-1)
+
+
+def _read(device: torch.device, wait: bool) -> list[int]:
+    host = _counter(device).host
+    if wait:
+        _wait(device)
+    values: list[int] = host.tolist()
+    return values
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _counter(device: torch.device | str) -> _Counter:
+    device = canonical(device)
+    counter = _counters.get(device)
+    if counter is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"the error counter of {device} does not exist yet: run the step once before the capture"
             )
         with torch.inference_mode(False):  # it outlives the caller's mode
-            _counters[device] = torch.zeros(len(ErrorKind), dtype=torch.int32, device=device)
-    return _counters[device]
+            counter = _counters[device] = _allocate(device)
+        counter.host[NUM_KINDS:].fill_(-1)
+    return counter
 
 
-def error_counts(device: torch.device | str) -> dict[str, int]:
-    """How often each kind of bad value was met on `device` since the last reset. Synchronises."""
-    return {kind.name.lower(): n for kind, n in zip(ErrorKind, error_counter(device).tolist(), strict=True)}
+class _CudaArray:
+    """Pinned host memory announced as memory of a CUDA device: under unified addressing the address is the same."""
+
+    def __init__(self, host: Tensor) -> None:
+        self.host = host
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": tuple(host.shape),
+            "typestr": "<i4",
+            "data": (host.data_ptr(), False),
+            "version": 2,
+        }
 
 
-def reset_errors(device: torch.device | str) -> None:
-    """Set every count of `device` to zero, in stream order."""
-    error_counter(device).zero_()
+def _allocate(device: torch.device) -> _Counter:
+    if device.type != "cuda":
+        values = torch.zeros(2 * NUM_KINDS, dtype=torch.int32, device=device)
+        return _Counter(values, values)
+    with torch.cuda.device(device):
+        # Torch pins memory under a context that exists, which must be that of this device.
+        torch.zeros(1, device=device)
+        host = torch.zeros(2 * NUM_KINDS, dtype=torch.int32, device="cpu", pin_memory=True)
+        mapped = torch.as_tensor(_CudaArray(host), device=device)
+    if mapped.data_ptr() != host.data_ptr():
+        raise RuntimeError(f"{device} does not reach pinned host memory at its own address: no error counter")
+    return _Counter(mapped, host)

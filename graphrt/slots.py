@@ -1,18 +1,30 @@
 """The host ledger of record rows: which request owns which row of the records."""
 
 from collections.abc import Hashable, Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .checked import forget_row
-from .checks import check_count
+from .checks import check_count, fail
+
+if TYPE_CHECKING:
+    from .context import KDARecoverSSMCommitContext
 
 
 class RecordSlots:
     """Record rows 0..R-1 handed out to requests, and the per-row device counts that go with them.
 
-    A request keeps its row, its records and its pending count while it is absent from a batch. Rows are plain ints.
+    A request's life:
+
+        admit                   a clean row: nothing pending, a new generation
+        (absent)                any number of steps without it: row, records and pending count stay
+        preempt ... resume      its row goes to others meanwhile; its state waits in its slot, or is dropped
+        release                 it is gone; what it had pending is dropped
+
+    Rows are plain ints. The ledger knows nothing of state slots, which may change from step to step: where one is
+    needed the caller names it.
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device | str) -> None:
@@ -22,9 +34,11 @@ class RecordSlots:
         self.pending: Tensor = pending
         """[R] int32: records of the row that are accepted and not yet in its checkpoint."""
         self.generation: Tensor = generation
-        """[R] int32: how many owners the row has had."""
+        """[R] int32: grows whenever the row gets or loses an owner; odd while it has one."""
         self._rows: dict[Hashable, int] = {}
+        self._preempted: set[Hashable] = set()
         self._free = list(range(max_num_reqs - 1, -1, -1))
+        self._generations = [0] * max_num_reqs
 
     def __len__(self) -> int:
         """Requests that own a row."""
@@ -36,24 +50,77 @@ class RecordSlots:
         return len(self._free)
 
     def admit(self, request_id: Hashable) -> int:
-        """Give the request a clean row: pending zero, a new generation. Enqueues two small device writes.
+        """Give a new request a clean row: pending zero, a new generation. Enqueues two small device writes.
 
         Raises:
-            ValueError: if the request owns a row already.
+            ValueError: if the request owns a row already, or was preempted.
             RuntimeError: if no row is free.
         """
-        if request_id in self._rows:
-            raise ValueError(
-                f"request_id: {request_id!r} owns record row {self._rows[request_id]} already; release it first"
-            )
-        if not self._free:
-            raise RuntimeError(f"no record row is free: all {len(self._rows)} are owned; release a request first")
-        row = self._free.pop()
-        self._rows[request_id] = row
-        self.pending[row].zero_()
-        self.generation[row].add_(1)
-        forget_row(row)
+        if request_id in self._preempted:
+            raise ValueError(f"request_id: {request_id!r} was preempted; resume it, or release it first")
+        return self._take(request_id)
+
+    def resume(self, request_id: Hashable) -> int:
+        """Give a preempted request a clean row, as `admit` does. Its state is in the slot that it was drained to.
+
+        Raises:
+            ValueError: if the request was not preempted.
+            RuntimeError: if no row is free; it stays preempted.
+        """
+        if request_id not in self._preempted:
+            state = "owns a row, and needs none" if request_id in self._rows else "was never preempted; admit it"
+            raise ValueError(f"request_id: {request_id!r} {state}")
+        row = self._take(request_id)
+        self._preempted.discard(request_id)
         return row
+
+    def preempt(
+        self, request_id: Hashable, context: "KDARecoverSSMCommitContext | None" = None, slot: int | None = None
+    ) -> None:
+        """Take the row back and remember the request. Between a commit and the next verify only.
+
+        Args:
+            context, slot: drain what is pending into the checkpoint in this state slot, which then holds the request's
+                whole state and may be copied elsewhere. Without them what is pending is dropped, and the caller must
+                compute the state anew.
+
+        Raises:
+            KeyError: if the request owns no row.
+            ValueError: for a context without a slot, or a null slot.
+            RuntimeError: in checked mode, if the row's last verify was not committed.
+        """
+        row = self.row(request_id)
+        if (context is None) != (slot is None):
+            fail("slot" if slot is None else "context", "context and slot together, or neither", None)
+        if context is not None and slot is not None:
+            check_count("slot", slot, 1)
+            one, device = torch.int32, self.pending.device
+            context.drain(
+                torch.full((1,), slot, dtype=one, device=device),
+                torch.full((1,), row, dtype=one, device=device),
+                self.pending,
+            )
+        self._give_back(request_id)
+        self._preempted.add(request_id)
+
+    def release(self, request_id: Hashable) -> None:
+        """Forget the request, preempted or not, and take its row back. What it had pending is dropped.
+
+        Drain first whatever must reach the checkpoint (`context.drain`, or `preempt` with a slot).
+
+        Raises:
+            KeyError: if there is no such request.
+        """
+        if request_id in self._preempted:
+            self._preempted.discard(request_id)
+        else:
+            self._give_back(request_id)
+
+    def reset(self) -> None:
+        """Release every request, as after an abort."""
+        for request_id in list(self._rows):
+            self._give_back(request_id)
+        self._preempted.clear()
 
     def row(self, request_id: Hashable) -> int:
         """The request's record row.
@@ -64,19 +131,37 @@ class RecordSlots:
         try:
             return self._rows[request_id]
         except KeyError:
-            raise KeyError(f"request {request_id!r} owns no record row; admit it first") from None
+            way_out = "was preempted; resume it first" if request_id in self._preempted else "admit it first"
+            raise KeyError(f"request {request_id!r} owns no record row; {way_out}") from None
 
     def rows(self, request_ids: Iterable[Hashable]) -> list[int]:
         """The record rows of several requests, in order."""
         return [self.row(request_id) for request_id in request_ids]
 
-    def release(self, request_id: Hashable) -> None:
-        """Take the row back. What it had pending is dropped: drain first whatever must reach the checkpoint.
+    def generations(self, request_ids: Iterable[Hashable]) -> list[int]:
+        """The generations of their rows, in order: what `StepInputs.stage` takes, so that a late step is skipped."""
+        return [self._generations[self.row(request_id)] for request_id in request_ids]
 
-        Raises:
-            KeyError: if the request owns no row.
-        """
+    def _take(self, request_id: Hashable) -> int:
+        if request_id in self._rows:
+            raise ValueError(
+                f"request_id: {request_id!r} owns record row {self._rows[request_id]} already; release it first"
+            )
+        if not self._free:
+            raise RuntimeError(f"no record row is free: all {len(self._rows)} are owned; release a request first")
+        row = self._free.pop()
+        self._rows[request_id] = row
+        self._change_owner(row)
+        return row
+
+    def _give_back(self, request_id: Hashable) -> None:
         row = self.row(request_id)
         del self._rows[request_id]
-        self.pending[row].zero_()
+        self._change_owner(row)
         self._free.append(row)
+
+    def _change_owner(self, row: int) -> None:
+        self._generations[row] += 1
+        self.pending[row].zero_()
+        self.generation[row].fill_(self._generations[row])
+        forget_row(row)

@@ -29,6 +29,16 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
+class Owners:
+    """Whom the rows of a step were staged for. A late row, whose record row has a new owner, changes nothing."""
+
+    staged: Tensor
+    """[>= B] int32: the generation each row was staged with; 0 is not compared."""
+    current: Tensor
+    """[R] int32: the generation of each record row now (`RecordSlots.generation`)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """The arguments of one commit, as the public method takes them."""
 
@@ -42,6 +52,7 @@ class Commit:
     record_rows: Tensor | None
     pending: Tensor | None
     eager: Tensor | None
+    owners: Owners | None = None
 
     @property
     def batch(self) -> int:
@@ -107,6 +118,8 @@ class Staged:
     """[R] int32, gathered by request."""
     block_table: Tensor
     """[R, width] int32, gathered by request, null past the source's width."""
+    generation: Tensor
+    """[R] int32: the generation of its record row that each row was staged for, 0 in padding rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +127,8 @@ class StageSources:
     """Where one staging copies from: a step's metadata in the caller's tensors, None for what keeps its padding value.
 
     A row whose slot is null and whose record row is negative is padding, wherever it stands: nothing is gathered for
-    it, so that no index derived from it leads anywhere.
+    it, so that no index derived from it leads anywhere. So is a row whose generation is not the current one of its
+    record row (0 is not compared).
     """
 
     num_reqs: int
@@ -131,6 +145,8 @@ class StageSources:
     num_computed_tokens: Tensor | None = None
     block_table: Tensor | None = None
     """[requests, any width] int32"""
+    generation: Tensor | None = None
+    """[>= num_reqs] int32"""
 
     @property
     def num_requests(self) -> int:
@@ -151,6 +167,8 @@ class StepBegin:
     """A slot past the pool is null: its row keeps what it has pending."""
     mamba_block_size: int | None
     """Align mode: rows whose window can reach a boundary, or starts on one, become eager."""
+    eager: bool
+    """Every live row becomes eager: at this size an eager commit is the faster (`graphrt.choice`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,14 +83,14 @@ def graphrt_verify_conv_kernel(
         errors_ptr,
         first,
     )
-    count_error(errors_ptr, _QUERY_LEN, first & ((valid == 0) | (end - begin > spec_query_len)))
+    count_error(errors_ptr, _QUERY_LEN, first & ((valid == 0) | (end - begin > spec_query_len)), i_b)
     if slot == 0:
         clear_tokens(out_ptr, begin, end, out_stride, o_d, mask_d, 16)
         return
 
     length = tl.minimum(end - begin, spec_query_len)
     clear_tokens(out_ptr, begin + length, end, out_stride, o_d, mask_d, 16)
-    n = pending_of(pending_ptr, row, pending_stride, spec_query_len, has_pending, errors_ptr, first)
+    n = pending_of(pending_ptr, row, pending_stride, spec_query_len, has_pending, errors_ptr, first, i_b)
     if (n == 0) & (length == 0):
         return
 

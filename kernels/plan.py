@@ -11,6 +11,9 @@ BLOCK rows as vectors. With a = clamp(accepted, 0, min(query length, Q)) of a li
     boundary block         table[request, c // s] with boundary_len = s - c % s, if the window gets that far
     must be eager          c % s + query length >= s, or c > 0 and c % s == 0
 
+A row whose staged generation is not the current one of its record row belongs to an earlier owner: it changes nothing
+(design section 3.6; generation 0 is not compared).
+
 Bad values are clamped and counted (design section 3.6); a row whose destination is null folds nothing.
 """
 
@@ -19,8 +22,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import ErrorKind
-from ..steps import Commit, Geometry, Plan
-from .recurrence import NO_CONTRACTION
+from ..steps import Commit, Geometry, Owners, Plan
+from .recurrence import _NUM_KINDS, NO_CONTRACTION
 
 BLOCK = 128
 
@@ -34,52 +37,64 @@ _COLUMN = tl.constexpr(int(ErrorKind.COLUMN))
 _EAGER_MISSED = tl.constexpr(int(ErrorKind.EAGER_MISSED))
 _EAGER_NULL = tl.constexpr(int(ErrorKind.EAGER_NULL))
 _CONV_ZERO_ACCEPT = tl.constexpr(int(ErrorKind.CONV_ZERO_ACCEPT))
+_STALE = tl.constexpr(int(ErrorKind.STALE_GENERATION))
 
 
 @triton.jit
-def count(errors_ptr, KIND: tl.constexpr, mask):
-    """Add the number of set lanes to one kind of the device error counter."""
+def count(errors_ptr, KIND: tl.constexpr, mask, o_b):
+    """Add the number of set lanes to one kind of the device error counter; whoever is first notes its lowest row."""
     total = tl.sum(mask.to(tl.int32), axis=0)
-    tl.atomic_add(errors_ptr + KIND, total, mask=total > 0, sem="relaxed")
+    if total > 0:
+        # The counter lies in host memory: nothing goes there while all is well.
+        before = tl.atomic_add(errors_ptr + KIND, total, sem="relaxed", scope="sys")
+        if before == 0:
+            tl.store(errors_ptr + _NUM_KINDS + KIND, tl.min(tl.where(mask, o_b, 2147483647), axis=0))
 
 
 @triton.jit
 def live_rows(
-    state_indices_ptr, record_rows_ptr, o_b, slot_stride, row_stride, batch, num_slots, num_rows, has_rows, errors_ptr
+    state_indices_ptr, record_rows_ptr, staged_ptr, current_ptr, o_b, slot_stride, row_stride, staged_stride,
+    current_stride, batch, num_slots, num_rows, has_rows, has_owners, errors_ptr,
 ):  # fmt: skip
-    """Slot, record row and liveness of rows o_b."""
+    """Slot, record row and liveness of rows o_b. A row staged for an earlier owner of its record row is not live."""
     mask = o_b < batch
     slot = tl.load(state_indices_ptr + o_b * slot_stride, mask=mask, other=0)
-    count(errors_ptr, _SLOT, slot >= num_slots)
+    count(errors_ptr, _SLOT, slot >= num_slots, o_b)
     live = (slot > 0) & (slot < num_slots)
     given = o_b < batch * has_rows
     row = tl.where(given, tl.load(record_rows_ptr + o_b * row_stride, mask=given, other=-1), o_b)
-    count(errors_ptr, _ROW, live & ((row < -1) | (row >= num_rows)))
-    return slot, row, live & (row >= 0) & (row < num_rows)
+    count(errors_ptr, _ROW, live & ((row < -1) | (row >= num_rows)), o_b)
+    live = live & (row >= 0) & (row < num_rows)
+    staged = tl.load(staged_ptr + o_b * staged_stride, mask=live & (o_b < batch * has_owners), other=0)
+    compared = live & (staged != 0)
+    current = tl.load(current_ptr + row.to(tl.int64) * current_stride, mask=compared, other=0)
+    stale = compared & (current != staged)
+    count(errors_ptr, _STALE, stale, o_b)
+    return slot, row, live & (stale == 0)
 
 
 @triton.jit
-def block_of(table_ptr, request, column, table_stride, table_column_stride, width, num_slots, mask, errors_ptr):
+def block_of(table_ptr, request, column, table_stride, table_column_stride, width, num_slots, mask, o_b, errors_ptr):
     """Entry of the block table, null where the column or the block is out of range."""
     inside = mask & (column < width)
-    count(errors_ptr, _COLUMN, mask & (column >= width))
+    count(errors_ptr, _COLUMN, mask & (column >= width), o_b)
     block = tl.load(
         table_ptr + request.to(tl.int64) * table_stride + column * table_column_stride, mask=inside, other=0
     )
-    count(errors_ptr, _SLOT, block >= num_slots)
+    count(errors_ptr, _SLOT, block >= num_slots, o_b)
     return tl.where((block > 0) & (block < num_slots), block, 0)
 
 
 @triton.jit(
     do_not_specialize=[
         "batch", "num_requests", "num_slots", "num_rows", "width", "block_size", "has_requests", "has_rows",
-        "has_pending", "has_align", "accepted_stride", "request_stride",
+        "has_pending", "has_align", "has_owners", "accepted_stride", "request_stride",
         "slot_stride", "qsl_stride", "row_stride", "pending_stride", "eager_stride", "table_stride",
-        "table_column_stride", "computed_stride",
+        "table_column_stride", "computed_stride", "staged_stride", "current_stride",
     ],
     do_not_specialize_on_alignment=[
         "accepted_ptr", "request_ptr", "state_indices_ptr", "qsl_ptr", "record_rows_ptr", "pending_ptr", "eager_ptr",
-        "table_ptr", "computed_ptr",
+        "table_ptr", "computed_ptr", "staged_ptr", "current_ptr",
     ],
 )  # fmt: skip
 def graphrt_commit_plan_kernel(
@@ -92,45 +107,39 @@ def graphrt_commit_plan_kernel(
     eager_ptr,          # [B] uint8 or None
     table_ptr,          # [requests, width] int32
     computed_ptr,       # [requests] int32
+    staged_ptr,         # [>= B] int32
+    current_ptr,        # [R] int32
     commit_lens_ptr, final_ptr, boundary_ptr, boundary_lens_ptr,  # [R] int32
     errors_ptr,
     batch, num_requests, num_slots, num_rows, width, block_size, has_requests, has_rows, has_pending, has_align,
-    accepted_stride, request_stride, slot_stride, qsl_stride, row_stride, pending_stride, eager_stride,
-    table_stride, table_column_stride, computed_stride,
+    has_owners, accepted_stride, request_stride, slot_stride, qsl_stride, row_stride, pending_stride, eager_stride,
+    table_stride, table_column_stride, computed_stride, staged_stride, current_stride,
     Q: tl.constexpr, KEEPS_HISTORY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = o_b < batch
     slot, row, live = live_rows(
-        state_indices_ptr,
-        record_rows_ptr,
-        o_b,
-        slot_stride,
-        row_stride,
-        batch,
-        num_slots,
-        num_rows,
-        has_rows,
-        errors_ptr,
-    )
+        state_indices_ptr, record_rows_ptr, staged_ptr, current_ptr, o_b, slot_stride, row_stride, staged_stride,
+        current_stride, batch, num_slots, num_rows, has_rows, has_owners, errors_ptr,
+    )  # fmt: skip
     begin = tl.load(qsl_ptr + o_b * qsl_stride, mask=mask, other=0).to(tl.int64)
     end = tl.load(qsl_ptr + (o_b + 1) * qsl_stride, mask=mask, other=0).to(tl.int64)
     length = tl.minimum(tl.maximum(end - begin, 0), Q)
-    count(errors_ptr, _QUERY_LEN, live & (length != end - begin))
+    count(errors_ptr, _QUERY_LEN, live & (length != end - begin), o_b)
 
     given = o_b < batch * has_requests
     request = tl.where(given, tl.load(request_ptr + o_b * request_stride, mask=given, other=0), o_b)
     known = live & (request >= 0) & (request < num_requests)
-    count(errors_ptr, _REQUEST, live & (known == 0))
+    count(errors_ptr, _REQUEST, live & (known == 0), o_b)
     accepted = tl.load(accepted_ptr + request.to(tl.int64) * accepted_stride, mask=known, other=0)
     a = tl.minimum(tl.maximum(accepted, 0), length.to(tl.int32))
-    count(errors_ptr, _ACCEPTED, live & (a != accepted))
+    count(errors_ptr, _ACCEPTED, live & (a != accepted), o_b)
     if not KEEPS_HISTORY:
-        count(errors_ptr, _CONV_ZERO_ACCEPT, live & (length > 0) & (a == 0))
+        count(errors_ptr, _CONV_ZERO_ACCEPT, live & (length > 0) & (a == 0), o_b)
 
     align = known & (o_b < batch * has_align)
     computed = tl.load(computed_ptr + request.to(tl.int64) * computed_stride, mask=align, other=0)
-    count(errors_ptr, _COLUMN, computed < 0)
+    count(errors_ptr, _COLUMN, computed < 0, o_b)
     computed = tl.maximum(computed, 0).to(tl.int64)
     offset = computed % block_size
     must = align & ((offset + length >= block_size) | ((computed > 0) & (offset == 0)))
@@ -138,20 +147,20 @@ def graphrt_commit_plan_kernel(
     eager = live & (live == 0)
     if eager_ptr is not None:
         eager = tl.load(eager_ptr + o_b * eager_stride, mask=deferred, other=0) != 0
-    count(errors_ptr, _EAGER_MISSED, deferred & must & (eager == 0))
+    count(errors_ptr, _EAGER_MISSED, deferred & must & (eager == 0), o_b)
     fold = live & (a > 0) & ((deferred == 0) | eager | must)
 
     final = block_of(
         table_ptr, request, (computed + a - 1) // block_size, table_stride, table_column_stride, width, num_slots,
-        fold & align, errors_ptr,
+        fold & align, o_b, errors_ptr,
     )  # fmt: skip
     final = tl.where(o_b < batch * has_align, final, slot)
-    count(errors_ptr, _EAGER_NULL, deferred & fold & (final == 0))
+    count(errors_ptr, _EAGER_NULL, fold & (final == 0), o_b)
     fold = fold & (final > 0)
     to_boundary = (block_size - offset).to(tl.int32)
     boundary = block_of(
         table_ptr, request, computed // block_size, table_stride, table_column_stride, width, num_slots,
-        fold & align & (to_boundary <= a), errors_ptr,
+        fold & align & (to_boundary <= a), o_b, errors_ptr,
     )  # fmt: skip
 
     tl.store(pending_ptr + row.to(tl.int64) * pending_stride, tl.where(fold, 0, a), mask=deferred)
@@ -162,27 +171,31 @@ def graphrt_commit_plan_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["batch", "num_slots", "num_rows", "zero", "slot_stride", "row_stride", "pending_stride"],
-    do_not_specialize_on_alignment=["state_indices_ptr", "record_rows_ptr", "pending_ptr"],
-)
+    do_not_specialize=[
+        "batch", "num_slots", "num_rows", "zero", "has_owners", "slot_stride", "row_stride", "pending_stride",
+        "staged_stride", "current_stride",
+    ],
+    do_not_specialize_on_alignment=["state_indices_ptr", "record_rows_ptr", "pending_ptr", "staged_ptr", "current_ptr"],
+)  # fmt: skip
 def graphrt_flush_plan_kernel(
-    state_indices_ptr, record_rows_ptr, pending_ptr,
+    state_indices_ptr, record_rows_ptr, pending_ptr, staged_ptr, current_ptr,
     commit_lens_ptr, final_ptr, boundary_ptr, boundary_lens_ptr,  # [R] int32
     errors_ptr,
-    batch, num_slots, num_rows, zero,
-    slot_stride, row_stride, pending_stride,
+    batch, num_slots, num_rows, zero, has_owners,
+    slot_stride, row_stride, pending_stride, staged_stride, current_stride,
     Q: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fold every pending record of the rows in place; `zero` (drain) takes them off `pending` as well."""
     o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = o_b < batch
     slot, row, live = live_rows(
-        state_indices_ptr, record_rows_ptr, o_b, slot_stride, row_stride, batch, num_slots, num_rows, 1, errors_ptr
-    )
+        state_indices_ptr, record_rows_ptr, staged_ptr, current_ptr, o_b, slot_stride, row_stride, staged_stride,
+        current_stride, batch, num_slots, num_rows, 1, has_owners, errors_ptr,
+    )  # fmt: skip
     p_pending = pending_ptr + row.to(tl.int64) * pending_stride
     pending = tl.load(p_pending, mask=mask & live, other=0)
     n = tl.minimum(tl.maximum(pending, 0), Q)
-    count(errors_ptr, _PENDING, live & (n != pending))
+    count(errors_ptr, _PENDING, live & (n != pending), o_b)
     tl.store(p_pending, tl.zeros_like(n), mask=live & (o_b < batch * zero))
     tl.store(commit_lens_ptr + o_b, n, mask=mask)
     tl.store(final_ptr + o_b, tl.where(n > 0, slot, 0), mask=mask)
@@ -261,16 +274,20 @@ def plan_commit(plan: Plan, commit: Commit, geometry: Geometry, errors: Tensor) 
         absent if t is None else t for t in (c.request_indices, c.record_rows, c.pending, c.num_computed_tokens)
     )
     table = absent[:, None] if c.block_table is None else c.block_table
+    staged, current = (absent, absent) if c.owners is None else (c.owners.staged, c.owners.current)
     graphrt_commit_plan_kernel[(triton.cdiv(c.batch, BLOCK),)](
         c.num_accepted_tokens, requests, c.state_indices, c.query_start_loc, rows, pending, c.eager, table, computed,
-        plan.commit_lens, plan.final_state_indices, plan.boundary_state_indices, plan.boundary_recovery_lens, errors,
+        staged, current, plan.commit_lens, plan.final_state_indices, plan.boundary_state_indices,
+        plan.boundary_recovery_lens, errors,
         batch=c.batch, num_requests=c.num_requests, num_slots=geometry.num_slots, num_rows=geometry.num_rows,
         width=table.shape[1], block_size=c.mamba_block_size or 1, has_requests=int(c.request_indices is not None),
         has_rows=int(c.record_rows is not None), has_pending=int(c.pending is not None), has_align=int(c.align),
+        has_owners=int(c.owners is not None),
         accepted_stride=c.num_accepted_tokens.stride(0), request_stride=requests.stride(0),
         slot_stride=c.state_indices.stride(0), qsl_stride=c.query_start_loc.stride(0), row_stride=rows.stride(0),
         pending_stride=pending.stride(0), eager_stride=_stride(c.eager), table_stride=table.stride(0),
         table_column_stride=table.stride(1), computed_stride=computed.stride(0),
+        staged_stride=staged.stride(0), current_stride=current.stride(0),
         Q=geometry.spec_query_len, KEEPS_HISTORY=geometry.conv_keeps_history, BLOCK=BLOCK, num_warps=1,
         **NO_CONTRACTION,
     )  # fmt: skip
@@ -282,16 +299,19 @@ def plan_flush(
     record_rows: Tensor,
     pending: Tensor,
     zero: bool,
+    owners: Owners | None,
     geometry: Geometry,
     errors: Tensor,
 ) -> None:
     """Write the plan of a flush (`zero` false) or a drain (`zero` true): one launch."""
     batch = state_indices.shape[0]
+    staged, current = (state_indices, state_indices) if owners is None else (owners.staged, owners.current)
     graphrt_flush_plan_kernel[(triton.cdiv(batch, BLOCK),)](
-        state_indices, record_rows, pending,
+        state_indices, record_rows, pending, staged, current,
         plan.commit_lens, plan.final_state_indices, plan.boundary_state_indices, plan.boundary_recovery_lens, errors,
         batch=batch, num_slots=geometry.num_slots, num_rows=geometry.num_rows, zero=int(zero),
-        slot_stride=state_indices.stride(0), row_stride=record_rows.stride(0), pending_stride=pending.stride(0),
+        has_owners=int(owners is not None), slot_stride=state_indices.stride(0), row_stride=record_rows.stride(0),
+        pending_stride=pending.stride(0), staged_stride=staged.stride(0), current_stride=current.stride(0),
         Q=geometry.spec_query_len, BLOCK=BLOCK, num_warps=1, **NO_CONTRACTION,
     )  # fmt: skip
 

@@ -12,8 +12,11 @@ squares of a norm is a binary tree over neighbours, whose every step adds just t
 import triton
 import triton.language as tl
 
+from ..errors import NUM_KINDS
+
 NO_CONTRACTION = {"enable_fp_fusion": False}
 NORM_EPS = tl.constexpr(1e-6)
+_NUM_KINDS = tl.constexpr(NUM_KINDS)
 
 
 @triton.jit
@@ -81,6 +84,10 @@ def fold_records(
 
 
 @triton.jit
-def count_error(errors_ptr, KIND: tl.constexpr, condition):
-    """Add one to the device error counter where `condition` holds."""
-    tl.atomic_add(errors_ptr + KIND, 1, mask=condition, sem="relaxed")
+def count_error(errors_ptr, KIND: tl.constexpr, condition, row):
+    """Add one to the device error counter where the scalar `condition` holds; whoever is first notes its row."""
+    if condition:
+        # The counter lies in host memory: nothing goes there while all is well.
+        before = tl.atomic_add(errors_ptr + KIND, 1, sem="relaxed", scope="sys")
+        if before == 0:
+            tl.store(errors_ptr + _NUM_KINDS + KIND, row)

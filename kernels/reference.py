@@ -11,7 +11,7 @@ scratch record row.
 import torch
 from torch import Tensor
 
-from ..errors import ErrorKind
+from ..errors import NUM_KINDS, ErrorKind
 from ..layers import LayerStack
 from ..records import KDARecoverSSMRecords
 from ..steps import Plan, Rows
@@ -79,8 +79,14 @@ def steps_needed(counts: Tensor, window: int) -> int:
 
 
 def add_errors(errors: Tensor, kind: ErrorKind, mask: Tensor) -> None:
-    """Count the set entries of `mask` under one kind."""
-    errors[kind].add_(mask.sum().to(torch.int32))
+    """Count the set entries of `mask` [B] under one kind; the first launch that counts notes its lowest row."""
+    # Asking costs nothing on the CPU.
+    if mask.shape[0] == 0 or (not mask.is_cuda and not mask.any()):
+        return
+    count, first = errors[kind], errors[NUM_KINDS + kind]
+    row = torch.where((count == 0) & mask.any(), mask.to(torch.int32).argmax(), first)
+    first.copy_(row)
+    count.add_(mask.sum().to(torch.int32))
 
 
 def _arithmetic_dtype(pool: Tensor) -> torch.dtype:

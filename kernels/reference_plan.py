@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ErrorKind
-from ..steps import Commit, Geometry, Plan, Rows
+from ..steps import Commit, Geometry, Owners, Plan, Rows
 from .reference import add_errors, live_rows, pending_of
 
 
@@ -16,6 +16,7 @@ def plan_commit(plan: Plan, commit: Commit, geometry: Geometry, errors: Tensor) 
     c, batch, window = commit, commit.batch, geometry.spec_query_len
     rows = Rows(c.query_start_loc, c.state_indices, c.record_rows, c.pending, window)
     slot, row = live_rows(rows, geometry.num_slots, geometry.num_rows, errors)
+    row = torch.where(stale_rows(c.owners, slot, row, errors), -1, row)
     live = (slot > 0) & (row >= 0)
     span = c.query_start_loc[1:].long() - c.query_start_loc[:-1].long()
     length = span.clamp(0, window)
@@ -48,8 +49,7 @@ def plan_commit(plan: Plan, commit: Commit, geometry: Geometry, errors: Tensor) 
     if c.block_table is not None and c.mamba_block_size is not None:
         size = c.mamba_block_size
         final = _blocks_of(c.block_table, requests, (computed + a - 1) // size, folds, geometry.num_slots, errors)
-        if c.pending is not None:
-            add_errors(errors, ErrorKind.EAGER_NULL, folds & (final == 0))
+        add_errors(errors, ErrorKind.EAGER_NULL, folds & (final == 0))
         folds = folds & (final > 0)
         to_boundary = size - computed % size
         reaches = folds & (to_boundary <= a)
@@ -62,6 +62,17 @@ def plan_commit(plan: Plan, commit: Commit, geometry: Geometry, errors: Tensor) 
     plan.final_state_indices[:batch] = torch.where(folds, final, 0)
     plan.boundary_state_indices[:batch] = boundary
     plan.boundary_recovery_lens[:batch] = boundary_len
+
+
+def stale_rows(owners: Owners | None, slot: Tensor, row: Tensor, errors: Tensor) -> Tensor:
+    """Mask [B] of live rows that were staged for an earlier owner of their record row."""
+    live = (slot > 0) & (row >= 0)
+    if owners is None:
+        return torch.zeros_like(live)
+    staged = owners.staged[: row.shape[0]]
+    stale = live & (staged != 0) & (owners.current[row.clamp(min=0)] != staged)
+    add_errors(errors, ErrorKind.STALE_GENERATION, stale)
+    return stale
 
 
 def _set_pending(pending: Tensor, row: Tensor, live: Tensor, value: Tensor) -> None:
@@ -89,6 +100,7 @@ def plan_flush(
     record_rows: Tensor,
     pending: Tensor,
     zero: bool,
+    owners: Owners | None,
     geometry: Geometry,
     errors: Tensor,
 ) -> None:
@@ -96,6 +108,7 @@ def plan_flush(
     batch = state_indices.shape[0]
     rows = Rows(state_indices, state_indices, record_rows, pending, geometry.spec_query_len)
     slot, row = live_rows(rows, geometry.num_slots, geometry.num_rows, errors)
+    row = torch.where(stale_rows(owners, slot, row, errors), -1, row)
     n = pending_of(rows, torch.where(slot > 0, row, -1), errors)
     if zero:
         _set_pending(pending, row, (slot > 0) & (row >= 0), torch.zeros_like(n))

@@ -12,12 +12,24 @@ from .reference import add_errors
 from .reference_plan import align_state_indices, near_boundary
 
 
-def stage(staged: Staged, sources: StageSources, begin: StepBegin | None, errors: Tensor) -> None:
-    """Copy a step's metadata into the static buffers and pad the rows behind it."""
+def stage(
+    staged: Staged, sources: StageSources, begin: StepBegin | None, errors: Tensor, current: Tensor | None = None
+) -> None:
+    """Copy a step's metadata into the static buffers and pad the rows behind it.
+
+    Args:
+        current: [record rows] int32 generations now; without it none is compared.
+    """
     s, rows = sources, staged.state_indices.shape[0]
     o_b = torch.arange(rows, device=staged.state_indices.device)
     slot = _padded(s.state_indices, s.num_reqs, o_b, 0)
     row = _padded(s.record_rows, s.num_reqs, o_b, -1)
+    generation = _padded(s.generation, s.num_reqs, o_b, 0)
+    if current is not None:
+        inside = (row >= 0) & (row < current.shape[0])
+        stale = (generation != 0) & inside & (current[torch.where(inside, row, 0)] != generation)
+        add_errors(errors, ErrorKind.STALE_GENERATION, stale)
+        slot, row = torch.where(stale, 0, slot), torch.where(stale, -1, row)
     owned = (o_b < s.num_reqs) & ((slot > 0) | (row >= 0))
     request = o_b if s.request_indices is None else _padded(s.request_indices, s.num_reqs, o_b, 0).long()
     known = owned & (request >= 0) & (request < s.num_requests)
@@ -29,6 +41,8 @@ def stage(staged: Staged, sources: StageSources, begin: StepBegin | None, errors
         offsets = s.query_start_loc[torch.arange(rows + 1, device=o_b.device).clamp(max=s.num_reqs)]
     computed = _gathered(s.num_computed_tokens, request, known)
     eager = torch.where(owned, _padded(s.eager, s.num_reqs, o_b, 0), 0)
+    if begin is not None and begin.eager:
+        eager = torch.where(owned, 1, eager)
     if begin is not None and begin.mamba_block_size is not None:
         length = offsets[1:].long() - offsets[:-1].long()
         near = near_boundary(computed.long().clamp(min=0), length.clamp(min=0), begin.mamba_block_size)
@@ -36,6 +50,7 @@ def stage(staged: Staged, sources: StageSources, begin: StepBegin | None, errors
 
     staged.state_indices.copy_(slot)
     staged.record_rows.copy_(row)
+    staged.generation.copy_(generation)
     staged.query_start_loc.copy_(offsets)
     staged.num_accepted_tokens.copy_(_gathered(s.num_accepted_tokens, request, known))
     staged.num_computed_tokens.copy_(computed)

@@ -7,8 +7,9 @@ Stage copies a step's metadata into static buffers, one row per batch row:
     row b >= num_reqs     padding: slot 0, record row -1, no tokens, nothing accepted, null blocks
 
 whatever a larger batch left behind. Grid (rows / BLOCK, 1 + columns / COLUMNS): the first column of programs writes
-the vectors, the others the block table. A row with a null slot and no record row is padding wherever it stands. A
-request out of range has accepted and computed nothing and has no blocks; it is counted.
+the vectors, the others the block table. A row with a null slot and no record row is padding wherever it stands. So is
+a row whose generation is not the current one of its record row (0 is not compared): it belongs to an earlier owner,
+and is counted. A request out of range has accepted and computed nothing and has no blocks; it is counted.
 
 Where the sources are comes by value (`graphrt_stage_kernel`, which a recording may hold), or from a header in memory
 (`graphrt_stage_header_kernel`, recorded once and replayed with a new header each time; see `graphrt.capture.pinned`).
@@ -33,7 +34,7 @@ COLUMNS = 32
 
 SOURCES = (
     "state_indices", "record_rows", "query_start_loc", "num_accepted_tokens", "eager", "request_indices",
-    "num_computed_tokens", "block_table",
+    "num_computed_tokens", "block_table", "generation",
 )  # fmt: skip
 """The order of the sources in a header."""
 HEADER_WORDS = 4 + 3 * len(SOURCES)
@@ -42,16 +43,18 @@ HEADER_WORDS = 4 + 3 * len(SOURCES)
 _REQUEST = tl.constexpr(int(ErrorKind.REQUEST))
 _QUERY_LEN = tl.constexpr(int(ErrorKind.QUERY_LEN))
 _COLUMN = tl.constexpr(int(ErrorKind.COLUMN))
+_STALE = tl.constexpr(int(ErrorKind.STALE_GENERATION))
 
 _VOLATILE = [
     "num_reqs", "num_requests", "columns", "column_stride", "max_num_reqs", "width", "num_rows", "num_slots",
-    "begins", "block_size", "slot_stride", "row_stride", "offset_stride", "accepted_stride", "eager_stride",
-    "request_stride", "computed_stride", "table_stride", "slot_count", "row_count", "offset_count",
+    "begins", "all_eager", "block_size", "slot_stride", "row_stride", "offset_stride", "accepted_stride",
+    "eager_stride", "request_stride", "computed_stride", "table_stride", "slot_count", "row_count", "offset_count",
     "accepted_count", "eager_count", "request_count", "computed_count", "table_count",
+    "generation_stride", "generation_count", "num_current",
 ]  # fmt: skip
 _POINTERS = [
     "slot_src", "row_src", "offset_src", "accepted_src", "eager_src", "request_src", "computed_src", "table_src",
-    "pending_ptr", "replay_ptr",
+    "pending_ptr", "replay_ptr", "generation_src", "current_ptr",
 ]  # fmt: skip
 
 
@@ -63,14 +66,14 @@ def _entries(source, o, stride, entries, mask, DEFAULT: tl.constexpr):
 
 @triton.jit
 def _stage(
-    slot_ptr, row_ptr, offset_ptr, accepted_ptr, eager_ptr, computed_ptr, table_ptr, errors_ptr,
-    max_num_reqs, width,
+    slot_ptr, row_ptr, offset_ptr, accepted_ptr, eager_ptr, computed_ptr, table_ptr, generation_ptr,
+    current_ptr, errors_ptr, num_current, max_num_reqs, width,
     num_reqs, num_requests, columns, column_stride,
     slot_src, slot_stride, slot_count, row_src, row_stride, row_count, offset_src, offset_stride, offset_count,
     accepted_src, accepted_stride, accepted_count, eager_src, eager_stride, eager_count,
     request_src, request_stride, request_count, computed_src, computed_stride, computed_count,
-    table_src, table_stride, table_count,
-    pending_ptr, replay_ptr, num_rows, num_slots, begins, block_size,
+    table_src, table_stride, table_count, generation_src, generation_stride, generation_count,
+    pending_ptr, replay_ptr, num_rows, num_slots, begins, all_eager, block_size,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """One program of a staging, wherever its arguments came from."""
@@ -79,6 +82,11 @@ def _stage(
     mask, live = o_b < max_num_reqs, o_b < num_reqs
     slot = _entries(slot_src, o_b, slot_stride, slot_count, live, 0)
     row = _entries(row_src, o_b, row_stride, row_count, live, -1)
+    generation = _entries(generation_src, o_b, generation_stride, generation_count, live, 0)
+    compared = live & (generation != 0) & (row >= 0) & (row < num_current)
+    current = tl.load(current_ptr + row.to(tl.int64), mask=compared, other=0)
+    stale = compared & (current != generation)
+    slot, row = tl.where(stale, 0, slot), tl.where(stale, -1, row)
     owned = live & ((slot > 0) | (row >= 0))
     request = _entries(request_src, o_b, request_stride, request_count, live, 0)
     request = tl.where(o_b < request_count, request, o_b)
@@ -93,7 +101,8 @@ def _stage(
         tl.store(p_out, blocks, mask=mask[:, None] & (o_c < width)[None, :])
         return
 
-    count(errors_ptr, _REQUEST, owned & (known == 0))
+    count(errors_ptr, _STALE, stale, o_b)
+    count(errors_ptr, _REQUEST, owned & (known == 0), o_b)
     accepted = _entries(accepted_src, request, accepted_stride, accepted_count, known, 0)
     computed = _entries(computed_src, request, computed_stride, computed_count, known, 0)
     eager = _entries(eager_src, o_b, eager_stride, eager_count, owned, 0)
@@ -103,9 +112,10 @@ def _stage(
     size = tl.maximum(block_size, 1)
     into_block = tl.maximum(computed, 0) % size
     near = (into_block + tl.maximum(end - offset, 0) >= size) | ((computed > 0) & (into_block == 0))
-    eager = tl.where(owned & near & (block_size > 0), 1, eager.to(tl.int32))
+    eager = tl.where(owned & ((near & (block_size > 0)) | (all_eager > 0)), 1, eager.to(tl.int32))
     tl.store(slot_ptr + o_b, slot, mask=mask)
     tl.store(row_ptr + o_b, row, mask=mask)
+    tl.store(generation_ptr + o_b, generation, mask=mask)
     tl.store(accepted_ptr + o_b, accepted, mask=mask)
     tl.store(computed_ptr + o_b, computed, mask=mask)
     tl.store(eager_ptr + o_b, eager.to(tl.uint8), mask=mask)
@@ -120,25 +130,26 @@ def _stage(
 
 @triton.jit(do_not_specialize=_VOLATILE, do_not_specialize_on_alignment=_POINTERS)
 def graphrt_stage_kernel(
-    slot_ptr, row_ptr, offset_ptr, accepted_ptr, eager_ptr, computed_ptr, table_ptr, errors_ptr,  # static
-    max_num_reqs, width,
+    slot_ptr, row_ptr, offset_ptr, accepted_ptr, eager_ptr, computed_ptr, table_ptr, generation_ptr,  # static
+    current_ptr,  # [num_current] int32
+    errors_ptr, num_current, max_num_reqs, width,
     num_reqs, num_requests, columns, column_stride,
     slot_src, slot_stride, slot_count, row_src, row_stride, row_count, offset_src, offset_stride, offset_count,
     accepted_src, accepted_stride, accepted_count, eager_src, eager_stride, eager_count,
     request_src, request_stride, request_count, computed_src, computed_stride, computed_count,
-    table_src, table_stride, table_count,
+    table_src, table_stride, table_count, generation_src, generation_stride, generation_count,
     pending_ptr, replay_ptr,  # [num_rows] int32
-    num_rows, num_slots, begins, block_size,
+    num_rows, num_slots, begins, all_eager, block_size,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     _stage(
-        slot_ptr, row_ptr, offset_ptr, accepted_ptr, eager_ptr, computed_ptr, table_ptr, errors_ptr,
-        max_num_reqs, width, num_reqs, num_requests, columns, column_stride,
+        slot_ptr, row_ptr, offset_ptr, accepted_ptr, eager_ptr, computed_ptr, table_ptr, generation_ptr, current_ptr,
+        errors_ptr, num_current, max_num_reqs, width, num_reqs, num_requests, columns, column_stride,
         slot_src, slot_stride, slot_count, row_src, row_stride, row_count, offset_src, offset_stride, offset_count,
         accepted_src, accepted_stride, accepted_count, eager_src, eager_stride, eager_count,
         request_src, request_stride, request_count, computed_src, computed_stride, computed_count,
-        table_src, table_stride, table_count,
-        pending_ptr, replay_ptr, num_rows, num_slots, begins, block_size, BLOCK, COLUMNS,
+        table_src, table_stride, table_count, generation_src, generation_stride, generation_count,
+        pending_ptr, replay_ptr, num_rows, num_slots, begins, all_eager, block_size, BLOCK, COLUMNS,
     )  # fmt: skip
 
 
@@ -151,9 +162,11 @@ def _source(header_ptr, INDEX: tl.constexpr, like_ptr):
 
 @triton.jit(do_not_specialize=_VOLATILE)
 def graphrt_stage_header_kernel(
-    slot_ptr, row_ptr, offset_ptr, accepted_ptr, eager_ptr, computed_ptr, table_ptr, errors_ptr,  # static
+    slot_ptr, row_ptr, offset_ptr, accepted_ptr, eager_ptr, computed_ptr, table_ptr, generation_ptr,  # static
+    current_ptr,  # [num_current] int32
+    errors_ptr,
     header_ptr,  # [HEADER_WORDS] int64
-    max_num_reqs, width,
+    num_current, max_num_reqs, width,
     BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     num_reqs, num_requests = tl.load(header_ptr).to(tl.int32), tl.load(header_ptr + 1)
@@ -166,14 +179,15 @@ def graphrt_stage_header_kernel(
     request_src, request_stride, request_count = _source(header_ptr, 5, slot_ptr)
     computed_src, computed_stride, computed_count = _source(header_ptr, 6, slot_ptr)
     table_src, table_stride, table_count = _source(header_ptr, 7, slot_ptr)
+    generation_src, generation_stride, generation_count = _source(header_ptr, 8, slot_ptr)
     _stage(
-        slot_ptr, row_ptr, offset_ptr, accepted_ptr, eager_ptr, computed_ptr, table_ptr, errors_ptr,
-        max_num_reqs, width, num_reqs, num_requests, columns, column_stride,
+        slot_ptr, row_ptr, offset_ptr, accepted_ptr, eager_ptr, computed_ptr, table_ptr, generation_ptr, current_ptr,
+        errors_ptr, num_current, max_num_reqs, width, num_reqs, num_requests, columns, column_stride,
         slot_src, slot_stride, slot_count, row_src, row_stride, row_count, offset_src, offset_stride, offset_count,
         accepted_src, accepted_stride, accepted_count, eager_src, eager_stride, eager_count,
         request_src, request_stride, request_count, computed_src, computed_stride, computed_count,
-        table_src, table_stride, table_count,
-        slot_ptr, slot_ptr, 0, 0, 0, 0, BLOCK, COLUMNS,
+        table_src, table_stride, table_count, generation_src, generation_stride, generation_count,
+        slot_ptr, slot_ptr, 0, 0, 0, 0, 0, BLOCK, COLUMNS,
     )  # fmt: skip
 
 
@@ -211,12 +225,12 @@ def graphrt_stage_advance_kernel(
     aligned = keep & (o_b < batch * tl.minimum(block_size, 1))
     block = tl.load(table_ptr + o_b.to(tl.int64) * width + column, mask=aligned & (column < width), other=0)
     missing = aligned & ((block <= 0) | (block >= num_slots))
-    count(errors_ptr, _COLUMN, missing)
+    count(errors_ptr, _COLUMN, missing, o_b)
     keep = keep & (missing == 0)
     slot = tl.where(aligned, block, slot)
     asked = tl.load(length_ptr + o_b * length_stride, mask=ran, other=0)
     length = tl.minimum(tl.maximum(asked, 0), Q)
-    count(errors_ptr, _QUERY_LEN, keep & (length != asked))
+    count(errors_ptr, _QUERY_LEN, keep & (length != asked), o_b)
     length = tl.where(keep, length, 0)
 
     eager = tl.load(next_eager_ptr + o_b, mask=keep, other=0)
@@ -228,9 +242,15 @@ def graphrt_stage_advance_kernel(
     tl.store(next_offset_ptr + o_b, tl.cumsum(length, 0) - length, mask=o_b <= max_num_reqs)
 
 
-def stage(staged: Staged, sources: StageSources, begin: StepBegin | None, errors: Tensor) -> None:
-    """Launch a checked staging, its sources by value, on the current stream."""
-    s, static = sources, _static(staged, errors)
+def stage(
+    staged: Staged, sources: StageSources, begin: StepBegin | None, errors: Tensor, current: Tensor | None = None
+) -> None:
+    """Launch a checked staging, its sources by value, on the current stream.
+
+    Args:
+        current: [record rows] int32 generations now, contiguous; without it none is compared.
+    """
+    s = sources
     # An absent tensor has no entries: any pointer of the right type stands in for what is not read.
     absent: dict[str, Tensor] = {"eager": staged.eager, "block_table": staged.state_indices[:, None]}
     placed = []
@@ -239,22 +259,23 @@ def stage(staged: Staged, sources: StageSources, begin: StepBegin | None, errors
         stand_in = absent.get(name, staged.state_indices) if source is None else source
         placed += [stand_in, stand_in.stride(0), entries(name, source, s)]
     columns, column_stride = (0, 0) if s.block_table is None else (s.block_table.shape[1], s.block_table.stride(1))
-    pending, replay, num_slots, block_size = staged.state_indices, staged.state_indices, 0, 0
+    pending, replay, num_slots, block_size, eager = staged.state_indices, staged.state_indices, 0, 0, False
     if begin is not None:
-        pending, replay, num_slots = begin.pending, begin.replay, begin.num_slots
+        pending, replay, num_slots, eager = begin.pending, begin.replay, begin.num_slots, begin.eager
         block_size = begin.mamba_block_size or 0
     graphrt_stage_kernel[_grid(staged)](
-        *static, s.num_reqs, s.num_requests, columns, column_stride, *placed,
-        pending, replay, pending.shape[0], num_slots, int(begin is not None), block_size,
+        *_static(staged, current), errors, *_sizes(staged, current),
+        s.num_reqs, s.num_requests, columns, column_stride, *placed,
+        pending, replay, pending.shape[0], num_slots, int(begin is not None), int(eager), block_size,
         BLOCK=BLOCK, COLUMNS=COLUMNS, num_warps=4, **NO_CONTRACTION,
     )  # fmt: skip
 
 
-def stage_header(staged: Staged, header: Tensor, errors: Tensor) -> None:
+def stage_header(staged: Staged, header: Tensor, errors: Tensor, current: Tensor | None = None) -> None:
     """Launch a staging that finds its sources in `header` [HEADER_WORDS] int64, which the device reads when it runs."""
-    static, sizes = _static(staged, errors)[:8], _static(staged, errors)[8:]
     graphrt_stage_header_kernel[_grid(staged)](
-        *static, header, *sizes, BLOCK=BLOCK, COLUMNS=COLUMNS, num_warps=4, **NO_CONTRACTION
+        *_static(staged, current), errors, header, *_sizes(staged, current),
+        BLOCK=BLOCK, COLUMNS=COLUMNS, num_warps=4, **NO_CONTRACTION,
     )  # fmt: skip
 
 
@@ -267,12 +288,17 @@ def entries(name: str, source: Tensor | None, sources: StageSources) -> int:
     return sources.num_reqs + (name == "query_start_loc")
 
 
-def _static(staged: Staged, errors: Tensor) -> tuple[Tensor | int, ...]:
+def _static(staged: Staged, current: Tensor | None) -> tuple[Tensor, ...]:
     s = staged
     return (
         s.state_indices, s.record_rows, s.query_start_loc, s.num_accepted_tokens, s.eager, s.num_computed_tokens,
-        s.block_table, errors, s.state_indices.shape[0], s.block_table.shape[1],
+        s.block_table, s.generation, s.generation if current is None else current,
     )  # fmt: skip
+
+
+def _sizes(staged: Staged, current: Tensor | None) -> tuple[int, ...]:
+    """Record rows with a generation, rows, columns."""
+    return 0 if current is None else current.shape[0], *staged.block_table.shape
 
 
 def _grid(staged: Staged) -> tuple[int, int]:

@@ -68,23 +68,23 @@ def live_row(
 ):
     """Slot (0 for null) and record row (-1 for none) of row i_b; the first program counts what is out of range."""
     slot = tl.load(state_indices_ptr + i_b * slot_stride)
-    count_error(errors_ptr, _SLOT, first & (slot >= num_slots))
+    count_error(errors_ptr, _SLOT, first & (slot >= num_slots), i_b)
     slot = tl.where((slot > 0) & (slot < num_slots), slot, 0)
     row = i_b
     if has_rows != 0:
         row = tl.load(record_rows_ptr + i_b * row_stride)
     in_range = (row >= -1) & (row < num_rows)
-    count_error(errors_ptr, _ROW, first & (slot > 0) & (in_range == 0))
+    count_error(errors_ptr, _ROW, first & (slot > 0) & (in_range == 0), i_b)
     return slot, tl.where(in_range, row, -1)
 
 
 @triton.jit
-def pending_of(pending_ptr, row, pending_stride, spec_query_len, has_pending, errors_ptr, first):
+def pending_of(pending_ptr, row, pending_stride, spec_query_len, has_pending, errors_ptr, first, i_b):
     """Records of `row` to replay, clamped to 0..Q; the address of row -1 is never formed."""
     n = 0
     if (has_pending != 0) & (row >= 0):
         n = tl.load(pending_ptr + row.to(tl.int64) * pending_stride)
-    count_error(errors_ptr, _PENDING, first & ((n < 0) | (n > spec_query_len)))
+    count_error(errors_ptr, _PENDING, first & ((n < 0) | (n > spec_query_len)), i_b)
     return tl.minimum(tl.maximum(n, 0), spec_query_len)
 
 
@@ -101,7 +101,7 @@ def graphrt_verify_kernel(
     state_indices_ptr,  # [B] int32
     record_rows_ptr,    # [>= B] int32
     pending_ptr,        # [R] int32
-    errors_ptr,         # [kinds] int32
+    errors_ptr,         # [2 * kinds] int32
     lower_bound,
     num_tokens, batch, num_slots, num_rows, spec_query_len, has_rows, has_pending,
     qsl_stride, slot_stride, row_stride, pending_stride,
@@ -137,14 +137,14 @@ def graphrt_verify_kernel(
         errors_ptr,
         first,
     )
-    count_error(errors_ptr, _QUERY_LEN, first & ((valid == 0) | (end - begin > spec_query_len)))
+    count_error(errors_ptr, _QUERY_LEN, first & ((valid == 0) | (end - begin > spec_query_len)), i_b)
     if slot == 0:
         clear_tokens(out_ptr, begin, end, out_stride, o_hv, mask_v, 16)
         return
 
     length = tl.minimum(end - begin, spec_query_len)
     clear_tokens(out_ptr, begin + length, end, out_stride, o_hv, mask_v, 16)
-    n = pending_of(pending_ptr, row, pending_stride, spec_query_len, has_pending, errors_ptr, first)
+    n = pending_of(pending_ptr, row, pending_stride, spec_query_len, has_pending, errors_ptr, first, i_b)
     if (n == 0) & (length == 0):
         return
 

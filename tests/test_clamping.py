@@ -299,7 +299,7 @@ def test_the_counter_can_be_read_by_kind_and_reset():
         "eager_missed",
         "eager_null",
     }
-    assert set(graphrt.error_counts(device)) == kinds | {"conv_zero_accept"}
+    assert set(graphrt.error_counts(device)) == kinds | {"conv_zero_accept", "stale_generation"}
     verify(Batch(pool, step_rows(slot=HUGE)))
     assert graphrt.error_counts(device)["slot"] > 0
     graphrt.reset_errors(device)

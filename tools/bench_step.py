@@ -14,17 +14,23 @@ Columns, µs for all layers:
   what a fold needs.
 
     python tools/bench_step.py [--batch 1 4 16 64] [--pending 4] [--json PATH] [--plot PATH] [--choose PATH]
+
+The table that ships with the package, from kept results, without a GPU:
+
+    python tools/bench_step.py --from tools/results/h200/step.json --choose graphrt/choice.json
 """
 
 import argparse
 import json
 import statistics
 import time
+from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
-from graphrt.kernels.cute import commit, deferred
+from graphrt.choice import StepShape, first_deferred, load_table
 
 K = 128
 KIB = 1024
@@ -123,6 +129,8 @@ class Model:
         )
 
     def verifies(self, deferred_step: bool, split: int | None = None):
+        from graphrt.kernels.cute import deferred
+
         q, k, v, g = self.inputs
         pending = self.pending if deferred_step else None
         for l, (state, correction, key_gate) in enumerate(
@@ -136,6 +144,8 @@ class Model:
             )  # fmt: skip
 
     def fold(self):
+        from graphrt.kernels.cute import commit
+
         commit.fold(self.stack, self.plan, self.slots, self.rows, False)
 
     def eager(self):
@@ -163,20 +173,29 @@ def measure(batch, layers, heads, q, n, rate, splits):
     return row | {"deferred/floor": row["deferred"] / floor, "fold/two_pass": row["fold"] / two_pass}
 
 
-def choose(rows, shape, path):
-    """Add this device and shape to the table of the fewest requests from which on the deferred step is the faster."""
-    wins = [row["batch"] for row in rows if row["deferred"] <= row["eager"]]
-    losses = [row["batch"] for row in rows if row["deferred"] > row["eager"]]
-    first = min((batch for batch in wins if batch > max(losses, default=0)), default=None)
-    try:
-        with open(path) as f:
-            table = json.load(f)
-    except FileNotFoundError:
-        table = []
-    facts = {"device": torch.cuda.get_device_name(), **shape}
+def measure_all(args):
+    """Every batch in turn, printed as it comes; what --json keeps."""
+    rate = in_place_rate()
+    print(f"{torch.cuda.get_device_name()}: in-place rate {rate / 1e12:.2f} TB/s")
+    rows = []
+    for batch in args.batch:
+        torch.cuda.empty_cache()
+        rows.append(measure(batch, args.layers, args.heads, args.window, args.pending, rate, args.splits))
+        print("  ".join(f"{key} {value:.4g}" for key, value in rows[-1].items()), flush=True)
+    shape = {k: getattr(args, k) for k in ("batch", "layers", "heads", "window", "pending")}
+    return {"device": torch.cuda.get_device_name(), "rate": rate, "args": shape, "rows": rows}
+
+
+def choose(results, path):
+    """Put the results' device and shape into the table of the fewest requests from which on a step should defer."""
+    a = results["args"]
+    shape = StepShape(results["device"], "fp32_deferred", a["layers"], a["heads"], K, a["window"])
+    facts = asdict(shape)
+    table = load_table(path) if path.exists() else []
     table = [entry for entry in table if any(entry.get(key) != value for key, value in facts.items())]
-    with open(path, "w") as f:
-        json.dump([*table, facts | {"deferred_from": first}], f, indent=1)
+    first = first_deferred((row["batch"], row["deferred"], row["eager"]) for row in results["rows"])
+    table.append(facts | {"pending": a["pending"], "deferred_from": first})
+    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 def plot(rows, path):
@@ -200,26 +219,18 @@ def main():
     parser.add_argument("--window", type=int, default=8)
     parser.add_argument("--pending", type=int, default=4)
     parser.add_argument("--splits", type=int, nargs="*", default=[], help="also with that many blocks on a head")
-    parser.add_argument("--json")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--plot")
-    parser.add_argument("--choose", help="table to which the smallest batch that should be deferred is written")
+    parser.add_argument("--choose", type=Path, help="table in which this device and shape get their entry")
+    parser.add_argument("--from", dest="kept", type=Path, help="measure nothing: take these results of --json")
     args = parser.parse_args()
-    rate = in_place_rate()
-    print(f"{torch.cuda.get_device_name()}: in-place rate {rate / 1e12:.2f} TB/s")
-    rows = []
-    for batch in args.batch:
-        torch.cuda.empty_cache()
-        rows.append(measure(batch, args.layers, args.heads, args.window, args.pending, rate, args.splits))
-        print("  ".join(f"{key} {value:.4g}" for key, value in rows[-1].items()), flush=True)
+    results = json.loads(args.kept.read_text(encoding="utf-8")) if args.kept else measure_all(args)
     if args.json:
-        with open(args.json, "w") as f:
-            shape = {k: getattr(args, k) for k in ("batch", "layers", "heads", "window", "pending")}
-            facts = {"device": torch.cuda.get_device_name(), "rate": rate, "args": shape, "rows": rows}
-            json.dump(facts, f, indent=1)
+        args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")
     if args.choose:
-        choose(rows, {"layers": args.layers, "heads": args.heads, "spec_query_len": args.window}, args.choose)
+        choose(results, args.choose)
     if args.plot:
-        plot(rows, args.plot)
+        plot(results["rows"], args.plot)
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def launches(head_dim: int, window: int, pool: torch.dtype, activations: torch.d
     found: list[Launch] = []
     triton_backend = backends.load("triton")
     index = torch.zeros(2, dtype=torch.int32)
-    errors = torch.zeros(len(ErrorKind), dtype=torch.int32)
+    errors = torch.zeros(2 * len(ErrorKind), dtype=torch.int32)
     for lower_bound in (-5.0, None):
         conv_state = torch.zeros(slots, conv_dim, width - 1 + window, dtype=activations)
         checkpoint = torch.zeros(slots, heads, head_dim, head_dim, dtype=pool)
@@ -157,7 +157,7 @@ def launches(head_dim: int, window: int, pool: torch.dtype, activations: torch.d
             for eager in (None, torch.zeros(1, dtype=torch.uint8)):
                 commit = Commit(index, index[:1], index, None, None, None, None, index, index, eager)
                 triton_backend.plan_commit(plan, commit, stack.geometry, errors)
-            triton_backend.plan_flush(plan, index[:1], index, index, True, stack.geometry, errors)
+            triton_backend.plan_flush(plan, index[:1], index, index, True, None, stack.geometry, errors)
             triton_backend.align_eager_mask(index, index, 16, None, torch.zeros(1, dtype=torch.uint8))
             triton_backend.align_state_indices(index[:, None], index, 16, index)
             _launch_step_ends(triton_backend, window, errors)

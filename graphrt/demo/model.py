@@ -6,11 +6,11 @@ A block is
     x = x + W_down (silu(W_a n) * W_b n),   n = RMSNorm(x)
 
 and everything except `mix` acts on each token alone. `mix` is therefore an argument: `graphrt.demo.sequence` mixes
-whole sequences (training), `graphrt.demo.decode` mixes the windows of one speculative step through graphrt's verify
+whole sequences (training), `graphrt.demo.step` mixes the windows of one speculative step through graphrt's verify
 functions. Both use the same weights and the same code around them.
 
-Weights are stored in BF16. They are widened to FP32 once, when loaded, and all activations are FP32: one-token and
-windowed decoding then differ by FP32 rounding only, far below the gap between the two best tokens.
+Weights are stored in BF16 and widened to FP32 once, when loaded. Activations are FP32 but for what enters the mix of a
+decode step, which is BF16 as in an engine.
 """
 
 from collections.abc import Callable

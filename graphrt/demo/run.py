@@ -12,18 +12,20 @@ from typing import Any
 import torch
 
 from graphrt import reset_errors
-from graphrt.backends import Facts, choose
+from graphrt.backends import BACKENDS, Facts, choose, supports
 
 from .model import ByteModel, ModelConfig, load_model
 from .prompts import make_requests
 from .serve import LOOK_EVERY, Completion, DecodeLoop, Mode, Request, decode
+from .step import ACTIVATIONS
 from .verdicts import BitComparison, Verdict, no_device_errors, same_tokens
 
 DEFERRED = Mode()
 EAGER_COMMIT = Mode(deferred=False)
+LAUNCHED = Mode(recorded=False)
 ONE_TOKEN = Mode(drafting=False)
 TIMED_MODES = {
-    "eager launches": Mode(recorded=False),
+    "eager launches": LAUNCHED,
     "replay, eager commit": EAGER_COMMIT,
     "replay, deferred commit": DEFERRED,
 }
@@ -40,7 +42,7 @@ class DemoOptions:
     backend: str = "auto"
     num_requests: int = 6
     batch: int = 4
-    new_tokens: int = 80
+    new_tokens: int = 64
     """Of the longest request."""
     spec_query_len: int = 8
 
@@ -48,10 +50,14 @@ class DemoOptions:
         for name in ("num_requests", "batch", "new_tokens", "spec_query_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected at least 1, got {getattr(self, name)}")
+        choose(self.backend, self.facts)
+
+    @property
+    def facts(self) -> Facts:
+        """What the choice of a backend depends on."""
         config = ModelConfig()
         checkpoint = torch.empty(1, config.num_heads, config.head_dim, config.head_dim, device=self.device)
-        facts = Facts.of(checkpoint, config.gate_lower_bound, self.spec_query_len, torch.float32)
-        choose(self.backend, facts)
+        return Facts.of(checkpoint, config.gate_lower_bound, self.spec_query_len, ACTIVATIONS)
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,9 @@ class DemoReport:
     memory_bytes: dict[str, int]
     verdicts: list[Verdict]
     step_us: dict[str, float]
-    """Median time of one step in microseconds, by mode; empty without a GPU."""
+    """Median time of one step of the backend in microseconds, by mode; empty without a GPU."""
+    backend_us: dict[str, float]
+    """The same of a replayed step with deferred commit, by backend: all that run here."""
     seconds: float = field(default=0.0)
 
     @property
@@ -107,6 +115,7 @@ class DemoReport:
             "memory_bytes": self.memory_bytes,
             "verdicts": [asdict(verdict) for verdict in self.verdicts],
             "step_us": self.step_us,
+            "backend_us": self.backend_us,
             "seconds": self.seconds,
             "passed": self.passed,
         }
@@ -154,17 +163,27 @@ class _Demo:
 
     def report(self, started: float) -> DemoReport:
         """Run everything; `started` is the clock at the start."""
-        with closing(self.loop(DEFERRED)) as deferred, closing(self.loop(EAGER_COMMIT)) as eager:
-            num_launches = deferred.recording.num_nodes if deferred.recording else 0
-            bits = self.compare(deferred, eager)
+        deferred, eager, launched = (self.loop(mode) for mode in (DEFERRED, EAGER_COMMIT, LAUNCHED))
+        with closing(deferred), closing(eager), closing(launched):
+            recording = deferred.step.recording(self.options.batch)
+            num_launches = recording.num_nodes if recording else 0
+            bits = self.compare(
+                BitComparison("deferred commit is bit-identical to eager commit", deferred, eager),
+                BitComparison("replayed steps are bit-identical to the same launches made anew", deferred, launched),
+            )
         with closing(self.loop(ONE_TOKEN)) as one_token:
             decode(one_token, self.show_progress("one token a step"))
         claim = "tokens are those of one-token greedy decoding"
-        verdicts = [same_tokens(claim, deferred.completions, one_token.completions), bits.verdict()]
-        step_us = {}
+        verdicts = [same_tokens(claim, deferred.completions, one_token.completions), *bits]
+        step_us, backend_us = {}, {}
         if self.options.device.type == "cuda":
-            step_us, verdict = self.time_modes(deferred)
+            mine = deferred.context.backend
+            others = [name for name in BACKENDS if name != mine and supports(name, self.options.facts)]
+            runs = {name: (self.options.backend, mode) for name, mode in TIMED_MODES.items()}
+            times, verdict = self.time_runs(runs | {name: (name, DEFERRED) for name in others}, deferred)
             verdicts.append(verdict)
+            step_us = {name: times[name] for name in TIMED_MODES}
+            backend_us = {mine: times["replay, deferred commit"]} | {name: times[name] for name in others}
         return DemoReport(
             options=self.options,
             device_name=device_name(self.options.device),
@@ -174,21 +193,22 @@ class _Demo:
             num_steps=deferred.num_steps,
             num_one_token_steps=one_token.num_steps,
             num_launches=num_launches,
-            accepted_drafts=deferred.buffers.accepted_drafts.tolist(),
+            accepted_drafts=deferred.texts.accepted_drafts.tolist(),
             memory_bytes=memory_bytes(deferred),
             verdicts=[*verdicts, no_device_errors(self.options.device)],
             step_us=step_us,
+            backend_us=backend_us,
             seconds=perf_counter() - started,
         )
 
-    def loop(self, mode: Mode) -> DecodeLoop:
+    def loop(self, mode: Mode, backend: str | None = None) -> DecodeLoop:
         o = self.options
         return DecodeLoop(
             self.model,
             self.requests,
             batch=o.batch,
             spec_query_len=o.spec_query_len,
-            backend=o.backend,
+            backend=backend or o.backend,
             mode=mode,
         )
 
@@ -196,29 +216,31 @@ class _Demo:
         """What to call at every look of the host."""
         return lambda loop: self.progress(phase, len(loop.completions), len(self.requests))
 
-    def compare(self, deferred: DecodeLoop, eager: DecodeLoop) -> BitComparison:
-        """Both loops in lockstep until both are finished, even if a fault parts them."""
-        bits = BitComparison(deferred, eager)
-        show = self.show_progress("deferred and eager commit")
-        while any([deferred.look(), eager.look()]):
-            show(deferred)
+    def compare(self, *comparisons: BitComparison) -> list[Verdict]:
+        """All loops in lockstep until all are finished, even if a fault parts them; `mine` is the same loop in all."""
+        mine = comparisons[0].mine
+        loops = [mine, *(c.other for c in comparisons)]
+        show = self.show_progress("one recorded step, three ways")
+        while any([loop.look() for loop in loops]):
+            show(mine)
             for _ in range(LOOK_EVERY):
-                deferred.step()
-                eager.step()
-                bits.after_step()
-        show(deferred)
-        return bits
+                for loop in loops:
+                    loop.run()
+                for comparison in comparisons:
+                    comparison.after_step()
+        show(mine)
+        return [comparison.verdict() for comparison in comparisons]
 
-    def time_modes(self, reference: DecodeLoop) -> tuple[dict[str, float], Verdict]:
-        """Median step time of each mode over a whole decode, whose texts must be those of `reference`."""
+    def time_runs(self, runs: dict[str, tuple[str, Mode]], reference: DecodeLoop) -> tuple[dict[str, float], Verdict]:
+        """Median step time of each backend and mode over a whole decode, whose texts must be those of `reference`."""
         times: dict[str, float] = {}
         failed: list[Verdict] = []
-        for name, mode in TIMED_MODES.items():
-            with closing(self.loop(mode)) as loop:
+        for name, (backend, mode) in runs.items():
+            with closing(self.loop(mode, backend)) as loop:
                 times[name] = self.time_steps(name, loop)
             verdict = same_tokens(name, reference.completions, loop.completions)
             failed += [] if verdict.passed else [verdict]
-        detail = "; ".join(f"{v.claim}: {v.detail}" for v in failed) or ", ".join(TIMED_MODES)
+        detail = "; ".join(f"{v.claim}: {v.detail}" for v in failed) or ", ".join(runs)
         return times, Verdict("timed decodes gave the same tokens", not failed, detail)
 
     def time_steps(self, phase: str, loop: DecodeLoop) -> float:
@@ -230,7 +252,7 @@ class _Demo:
             events = [torch.cuda.Event(enable_timing=True) for _ in range(LOOK_EVERY + 1)]
             events[0].record()
             for event in events[1:]:
-                loop.step()
+                loop.run()
                 event.record()
             events[-1].synchronize()
             spans += [1e3 * before.elapsed_time(after) for before, after in pairwise(events)]

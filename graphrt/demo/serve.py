@@ -6,15 +6,16 @@ their record rows and admits waiting requests. Between two looks a step is one r
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from graphrt import NULL_BLOCK_ID, KDADeferredCommitContext, RecordSlots
-from graphrt.capture import record
+from graphrt import SCRATCH_ROW, KDADeferredCommitContext, RecordSlots
+from graphrt.capture import DecodeStep, StepInputs
 
 from .model import ByteModel
-from .step import DecodeBuffers, DecodeStep, make_layers
+from .step import SpeculativeModel, Texts, make_layers
 
 LOOK_EVERY = 8
 
@@ -57,6 +58,7 @@ class Mode:
 
     drafting: bool = True
     deferred: bool = True
+    """False commits every row at once, and every verify finds nothing pending."""
     recorded: bool = True
     """False launches each step's work anew from Python."""
 
@@ -91,14 +93,19 @@ class DecodeLoop:
             self.layers, spec_query_len=spec_query_len, max_num_reqs=batch, backend=backend
         )
         columns = max(r.target for r in requests) + spec_query_len
-        pending = self.slots.pending if self.mode.deferred else torch.zeros_like(self.slots.pending)
-        self.buffers = DecodeBuffers.allocate(batch, columns, spec_query_len, pending)
-        work = DecodeStep(
-            model, self.layers, self.context, self.buffers, backend, self.mode.drafting, self.mode.deferred
+        self.texts = Texts.allocate(batch, columns, spec_query_len, self.device)
+        work = SpeculativeModel(model, self.layers, self.texts, backend, self.mode.drafting)
+        self.inputs = StepInputs(batch, spec_query_len, self.device)
+        self.step = DecodeStep(
+            self.context,
+            self.slots.pending,
+            self.inputs,
+            work.verify,
+            work.sample,
+            choice="deferred" if self.mode.deferred else "eager",
         )
-        # Every row is padding still, so the warm-up inside `record` changes nothing.
-        self.recording = record(work.run, device=self.device, name="decode") if self.mode.recorded else None
-        self._launch: Callable[[], None] = self.recording.replay if self.recording else work.run
+        if self.mode.recorded:
+            self.step.capture(progress=False)
         self._waiting = list(reversed(requests))
         self._running: dict[int, Request] = {}
         self.completions: dict[str, Completion] = {}
@@ -106,50 +113,66 @@ class DecodeLoop:
 
     def look(self) -> bool:
         """Collect what is finished, admit what waits; returns whether anything is left to decode."""
-        retired = (self.buffers.state_indices == NULL_BLOCK_ID).tolist()
-        for row in [row for row in self._running if retired[row]]:
+        record_rows = self.inputs.record_rows.tolist()
+        for row in [row for row in self._running if record_rows[row] == SCRATCH_ROW]:
             self._collect(row)
-        for row in range(len(retired)):
-            if row not in self._running and self._waiting:
-                self._admit(row, self._waiting.pop())
+        free = [row for row in range(len(record_rows)) if row not in self._running]
+        fresh = [(row, self._waiting.pop()) for row in free[: len(self._waiting)]]
+        if fresh:
+            self._admit(fresh)
         return bool(self._running)
 
-    def step(self) -> None:
-        """One replay (or, unrecorded, the same launches)."""
-        self._launch()
-        self.num_steps += 1
+    def run(self, steps: int = 1) -> None:
+        """As many replays (or, unrecorded, the same launches), and no work of the host between them."""
+        batch = self.inputs.max_num_reqs
+        if self.mode.recorded:
+            self.step.replay(batch, steps)
+        else:
+            for _ in range(steps):
+                self.step.run(batch)
+        self.num_steps += steps
+
+    @property
+    def logits(self) -> Tensor:
+        """[B*Q, 256] float32 of the step that ran last; the next replay overwrites them."""
+        if self.step.outputs is None:
+            raise RuntimeError("logits: expected a step before, none has run")
+        logits: Tensor = self.step.outputs[0]
+        return logits
 
     def close(self) -> None:
         """Give the recording's memory back."""
-        if self.recording:
-            self.recording.close()
+        self.step.close()
 
-    def _admit(self, row: int, request: Request) -> None:
-        """Stage a request into a batch row: a fresh record row, and the state slot of the same number zeroed."""
-        b = self.buffers
-        record_row = self.slots.admit(request.name)
-        slot = record_row + 1
-        for layer in self.layers:
-            for state in layer.kv_cache:
-                state[slot].zero_()
-        prompt = torch.frombuffer(bytearray(request.prompt), dtype=torch.uint8)
-        for field in (b.text, b.drafted, b.gap):
-            field[row].zero_()
-        b.text[row, : len(request.prompt)].copy_(prompt)
-        b.computed[row] = 0
-        b.length[row] = len(request.prompt)
-        b.target[row] = request.target
-        b.record_rows[row] = record_row
-        b.state_indices[row] = slot
-        self._running[row] = request
+    def _admit(self, fresh: list[tuple[int, Request]]) -> None:
+        """Stage requests into batch rows, next to those that run on: each a fresh record row, and a slot zeroed."""
+        i = self.inputs
+        record_rows, slots, computed = (t.tolist() for t in (i.record_rows, i.state_indices, i.num_computed_tokens))
+        lengths = i.query_start_loc.diff().tolist()
+        for row, request in fresh:
+            self._running[row] = request
+            self.texts.admit(row, request.prompt, request.target)
+            record_rows[row] = self.slots.admit(request.name)
+            slots[row] = _slot_of(record_rows[row])
+            computed[row], lengths[row] = 0, min(len(request.prompt), i.spec_query_len)
+            for layer in self.layers:
+                for state in layer.kv_cache:
+                    state[slots[row]].zero_()
+        i.stage(
+            num_reqs=i.max_num_reqs,
+            state_indices=slots,
+            record_rows=record_rows,
+            query_start_loc=[0, *accumulate(lengths)],
+            num_computed_tokens=computed,
+        )
 
     def _collect(self, row: int) -> None:
         """Drain the finished request's state, read its text, and release its record row."""
-        b, request = self.buffers, self._running.pop(row)
+        t, request = self.texts, self._running.pop(row)
         record_row = self.slots.row(request.name)
-        slot = record_row + 1
+        slot = _slot_of(record_row)
         indices = torch.tensor([[slot], [record_row]], dtype=torch.int32, device=self.device)
-        self.context.drain(indices[0], indices[1], b.pending)
+        self.context.drain(indices[0], indices[1], self.slots.pending)
         end, history = request.target, self.layers[0].conv_weight.shape[1] - 1
         states = []
         for layer in self.layers:
@@ -158,18 +181,22 @@ class DecodeLoop:
         self.slots.release(request.name)
         self.completions[request.name] = Completion(
             request=request,
-            text=bytes(b.text[row, :end].tolist()),
-            drafted=tuple(map(bool, b.drafted[row, :end].tolist())),
-            gaps=tuple(b.gap[row, :end].tolist()),
+            text=bytes(t.text[row, :end].tolist()),
+            drafted=tuple(map(bool, t.drafted[row, :end].tolist())),
+            gaps=tuple(t.gap[row, :end].tolist()),
             record_row=record_row,
             states=tuple(states),
         )
+
+
+def _slot_of(record_row: int) -> int:
+    """The demo gives each record row a state slot of its own; slot 0 is null."""
+    return record_row + 1
 
 
 def decode(loop: DecodeLoop, after_look: Callable[[DecodeLoop], None] = lambda loop: None) -> None:
     """Decode until every request is finished."""
     while loop.look():
         after_look(loop)
-        for _ in range(LOOK_EVERY):
-            loop.step()
+        loop.run(LOOK_EVERY)
     after_look(loop)

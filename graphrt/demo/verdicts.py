@@ -9,7 +9,9 @@ from graphrt import error_counts
 
 from .serve import Completion, DecodeLoop
 
-MOST_GAP = 1e-3
+MOST_GAP = 5e-2
+"""Logits closer than this may come in either order. Windows of different lengths differ by FP32 rounding only, but each
+16-bit activation that it moves across a rounding boundary moves the logits by up to 1.5e-2 (measured)."""
 
 
 @dataclass(frozen=True)
@@ -60,24 +62,25 @@ def _closest_call(completions: Mapping[str, Completion]) -> str:
 class BitComparison:
     """Compares two loops in lockstep: the logits of every step, then the states of the finished requests."""
 
-    deferred: DecodeLoop
-    eager: DecodeLoop
+    claim: str
+    mine: DecodeLoop
+    other: DecodeLoop
     num_steps: int = 0
     differing_steps: list[int] = field(default_factory=list)
 
     def after_step(self) -> None:
         """Compare the logits [B*Q, 256] both loops just computed, bit for bit."""
-        if not torch.equal(self.deferred.buffers.logits, self.eager.buffers.logits):
+        if not torch.equal(self.mine.logits, self.other.logits):
             self.differing_steps.append(self.num_steps)
         self.num_steps += 1
 
     def verdict(self) -> Verdict:
         """Both loops must be finished."""
-        others = self.eager.completions
+        others = self.other.completions
         unequal = [
             name
-            for name, mine in self.deferred.completions.items()
-            if mine.text != others[name].text or not all(map(torch.equal, mine.states, others[name].states))
+            for name, done in self.mine.completions.items()
+            if done.text != others[name].text or not all(map(torch.equal, done.states, others[name].states))
         ]
         detail = f"logits of {self.num_steps} steps and final states of {len(others)} requests"
         if self.differing_steps:
@@ -86,7 +89,7 @@ class BitComparison:
         if unequal:
             detail += "; text or final state differs: " + ", ".join(map(repr, unequal))
         passed = not unequal and not self.differing_steps
-        return Verdict("deferred commit is bit-identical to eager commit", passed, detail)
+        return Verdict(self.claim, passed, detail)
 
 
 def no_device_errors(device: torch.device) -> Verdict:

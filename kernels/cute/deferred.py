@@ -127,7 +127,7 @@ def deferred_verify_f32(
     """One launch on the current stream; without `pending` the stock verify. Shapes as in the public verify functions.
 
     Args:
-        errors: [kinds] int32 device error counter.
+        errors: [2 * kinds] int32 device error counter.
         programmatic: as `programmatic_launches`, whose setting None takes.
         split: 1 or 2 blocks on a head; None decides by the amount of work. The bits are the same.
     """

@@ -83,10 +83,11 @@ def store_global(address, *values, loc=None, ip=None):
 
 
 @dsl_user_op
-def add_global(address, value, *, loc=None, ip=None):
-    """Atomic add to an int32 that nobody waits for."""
+def fetch_add_global(address, value, *, loc=None, ip=None):
+    """Atomic add to an int32, also in host memory; what was there before."""
     operands = [Int64(address).ir_value(loc=loc, ip=ip), Int32(value).ir_value(loc=loc, ip=ip)]
-    _asm(None, operands, "red.relaxed.gpu.global.add.s32 [$0], $1;", "l,r,~{memory}", loc, ip)
+    text = "atom.relaxed.sys.global.add.s32 $0, [$1], $2;"
+    return Int32(_asm(T.i32(), operands, text, "=r,l,r,~{memory}", loc, ip))
 
 
 @dsl_user_op

@@ -38,7 +38,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ...errors import ErrorKind
+from ...errors import NUM_KINDS, ErrorKind
 from . import ptx, tile
 from . import verify_layout as rings
 from .tile import V
@@ -341,25 +341,27 @@ class VerifyF32(VerifyRoles):
         """Count what row b's values had wrong, once a launch."""
         slots, rows, _, total = limits
         slot = ptx.load_global(indices[0] + Int64(b) * index_strides[0] * 4, Int32)
-        self.count(indices[4], ErrorKind.SLOT, slot >= slots)
+        self.count(indices[4], b, ErrorKind.SLOT, slot >= slots)
         row = b
         if indices[1] != 0:
             row = ptx.load_global(indices[1] + Int64(b) * index_strides[1] * 4, Int32)
         live = (slot > 0) & (slot < slots)
-        self.count(indices[4], ErrorKind.ROW, live & ((row < -1) | (row >= rows)))
+        self.count(indices[4], b, ErrorKind.ROW, live & ((row < -1) | (row >= rows)))
         if indices[3] != 0:
             if live & (row >= 0) & (row < rows):
                 n = ptx.load_global(indices[3] + Int64(row) * index_strides[3] * 4, Int32)
-                self.count(indices[4], ErrorKind.PENDING, (n < 0) | (n > self.q))
+                self.count(indices[4], b, ErrorKind.PENDING, (n < 0) | (n > self.q))
         first = ptx.load_global(indices[2] + Int64(b) * index_strides[2] * 4, Int32)
         last = ptx.load_global(indices[2] + Int64(b + 1) * index_strides[2] * 4, Int32)
         disordered = (first < 0) | (last < first) | (last > total) | (last - first > self.q)
-        self.count(indices[4], ErrorKind.QUERY_LEN, disordered)
+        self.count(indices[4], b, ErrorKind.QUERY_LEN, disordered)
 
     @cute.jit
-    def count(self, errors: Int64, kind: cutlass.Constexpr[int], happened: cutlass.Boolean):
+    def count(self, errors: Int64, b: Int32, kind: cutlass.Constexpr[int], happened: cutlass.Boolean):
         if happened:
-            ptx.add_global(errors + 4 * int(kind), Int32(1))
+            before = ptx.fetch_add_global(errors + 4 * int(kind), Int32(1))
+            if before == 0:
+                ptx.store_global(errors + 4 * (NUM_KINDS + int(kind)), b)
 
     @cute.jit
     def zero_token(self, lane: Int32, address: Int64):

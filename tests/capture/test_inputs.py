@@ -20,7 +20,7 @@ from graphrt.kernels.stage import stage_header
 
 FIELDS = (
     "state_indices", "record_rows", "query_start_loc", "num_accepted_tokens", "eager", "num_computed_tokens",
-    "block_table",
+    "block_table", "generation",
 )  # fmt: skip
 
 
@@ -37,6 +37,7 @@ def padding(rows, width=0):
         "eager": [0] * rows,
         "num_computed_tokens": [0] * rows,
         "block_table": [[0] * width] * rows,
+        "generation": [0] * rows,
     }
 
 
@@ -49,6 +50,7 @@ def expected(rows, width, a):
         want["record_rows"][b] = a["record_rows"][b]
         want["num_accepted_tokens"][b] = a["num_accepted_tokens"][request[b]]
         want["num_computed_tokens"][b] = a["num_computed_tokens"][request[b]]
+        want["generation"][b] = a["generation"][b]
         want["eager"][b] = int(a["eager"][b])
         want["block_table"][b] = (a["block_table"][request[b]] + [0] * width)[:width]
     want["query_start_loc"] = [a["query_start_loc"][min(b, n)] for b in range(rows + 1)]
@@ -69,6 +71,7 @@ def random_arguments(rng, rows, source_width):
         "request_indices": rng.sample(range(requests), n),
         "num_computed_tokens": [rng.randint(0, 99) for _ in range(requests)],
         "block_table": [[rng.randint(1, 50) for _ in range(source_width)] for _ in range(requests)],
+        "generation": [rng.randint(0, 1) for _ in range(n)],
     }
 
 

@@ -18,7 +18,9 @@ COLUMNS = 40
 class Toy:
     """Up to `batch` requests decoded together; `text` and the counts are by batch row."""
 
-    def __init__(self, device, batch=3, block_size=None, width=0, sizes=None, stock=False, flush=False, **engine):
+    def __init__(
+        self, device, batch=3, block_size=None, width=0, sizes=None, stock=False, flush=False, choice=None, **engine
+    ):
         self.engine = Engine(device, rows=5, **engine)
         self.stock, self.block_size = stock, block_size
         draw = torch.Generator().manual_seed(3)
@@ -34,7 +36,7 @@ class Toy:
         self.inputs = StepInputs(batch, WINDOW, device, block_table_width=width)
         self.step = DecodeStep(
             self.engine.context, self.engine.pending, self.inputs, self.verify, self.sample, capture_sizes=sizes,
-            mamba_block_size=block_size, flush=flush,
+            mamba_block_size=block_size, flush=flush, choice=choice,
         )  # fmt: skip
 
     def verify(self, rows):

@@ -2,14 +2,18 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from graphrt import KDADeferredCommitContext
+from graphrt.capture import DecodeStep
 from graphrt.cli import app
 from graphrt.demo import run, step
 from graphrt.demo.prompts import EXCERPTS, make_requests
+from graphrt.launch import is_recording
 
 RUNNER = CliRunner()
 ARGUMENTS = ["demo", "--batch", "2", "--query-len", "4"]
@@ -32,9 +36,9 @@ def test_the_demo_passes_and_writes_what_it_shows(tmp_path, short_requests):
     report = tmp_path / "report.json"
     result = invoke("--device", "cpu", "--json", str(report))
     assert result.exit_code == 0, result.output
-    assert result.output.count("PASS") == 3 and "FAIL" not in result.output and "{+" in result.output
+    assert result.output.count("PASS") == 4 and "FAIL" not in result.output and "{+" in result.output
     written = json.loads(report.read_text())
-    assert written["passed"] and written["backend"] == "torch" and written["step_us"] == {}
+    assert written["passed"] and written["backend"] == "torch" and written["step_us"] == written["backend_us"] == {}
     assert [r["name"] for r in written["requests"]] == [r.name for r in short_requests]
     assert len(written["accepted_drafts_histogram"]) == 4 and written["mean_accepted_drafts"] > 0
     assert written["record_rows_used"] == 2 and written["launches_per_step"] > 0
@@ -55,20 +59,45 @@ def test_accepting_every_draft_is_found_out(monkeypatch, tmp_path):
 
 
 def test_a_deferred_commit_that_loses_a_token_is_found_out(monkeypatch, tmp_path):
-    whole = step.DecodeStep._commit
+    whole = KDADeferredCommitContext.commit
 
-    def lossy(self, accepted):
-        whole(self, accepted - (accepted > 2).long() if self.deferred else accepted)
+    def lossy(self, num_accepted_tokens, *args, eager, **kwargs):
+        lost = (num_accepted_tokens > 2) & (eager == 0)
+        whole(self, num_accepted_tokens - lost.int(), *args, eager=eager, **kwargs)
 
-    monkeypatch.setattr(step.DecodeStep, "_commit", lossy)
+    monkeypatch.setattr(KDADeferredCommitContext, "commit", lossy)
     result = invoke("--device", "cpu", "--json", str(tmp_path / "report.json"))
     assert result.exit_code == 1
-    assert not verdicts(tmp_path / "report.json")["deferred commit is bit-identical to eager commit"]
+    passed = verdicts(tmp_path / "report.json")
+    assert not passed["deferred commit is bit-identical to eager commit"]
+    assert passed["replayed steps are bit-identical to the same launches made anew"]
+
+
+def test_a_replay_that_differs_from_its_launches_is_found_out(monkeypatch, tmp_path):
+    """A recording that forgets one accepted draft, where the launched step does not."""
+    whole = DecodeStep._commit
+
+    def lossy(self, rows, sampled):
+        if is_recording():
+            fewer = sampled.num_accepted_tokens - (sampled.num_accepted_tokens > 2).int()
+            sampled = replace(sampled, num_accepted_tokens=fewer)
+        whole(self, rows, sampled)
+
+    monkeypatch.setattr(DecodeStep, "_commit", lossy)
+    result = invoke("--device", "cpu", "--json", str(tmp_path / "report.json"))
+    assert result.exit_code == 1
+    passed = verdicts(tmp_path / "report.json")
+    assert not passed["replayed steps are bit-identical to the same launches made anew"]
+    assert passed["deferred commit is bit-identical to eager commit"]
 
 
 def test_an_index_out_of_range_is_found_out(monkeypatch, tmp_path):
-    whole = step.DecodeStep._commit
-    monkeypatch.setattr(step.DecodeStep, "_commit", lambda self, accepted: whole(self, accepted + 1))
+    whole = DecodeStep._commit
+
+    def one_more(self, rows, sampled):
+        whole(self, rows, replace(sampled, num_accepted_tokens=sampled.num_accepted_tokens + 1))
+
+    monkeypatch.setattr(DecodeStep, "_commit", one_more)
     result = invoke("--device", "cpu", "--json", str(tmp_path / "report.json"))
     assert result.exit_code == 1
     assert not verdicts(tmp_path / "report.json")["no index had to be clamped on the device"]
@@ -108,4 +137,18 @@ def test_the_demo_passes_on_a_gpu_and_times_its_steps(tmp_path, backend):
     report = tmp_path / "report.json"
     result = invoke("--device", "cuda", "--backend", backend, "--json", str(report))
     assert result.exit_code == 0, result.output
-    assert set(json.loads(report.read_text())["step_us"]) == set(run.TIMED_MODES)
+    written = json.loads(report.read_text())
+    assert set(written["step_us"]) == set(run.TIMED_MODES)
+    assert written["backend_us"][written["backend"]] == written["step_us"]["replay, deferred commit"]
+    assert {"triton", "torch"} <= set(written["backend_us"])
+
+
+@pytest.mark.sm90
+def test_the_demo_is_faster_with_fp32_deferred_than_with_triton(tmp_path):
+    """The whole step, model and sampling included, in replay with deferred commit."""
+    report = tmp_path / "report.json"
+    result = invoke("--device", "cuda", "--query-len", "8", "--json", str(report))
+    assert result.exit_code == 0, result.output
+    written = json.loads(report.read_text())
+    assert written["backend"] == "fp32_deferred", written["backend_reason"]
+    assert written["backend_us"]["fp32_deferred"] < written["backend_us"]["triton"]

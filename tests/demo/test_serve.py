@@ -7,7 +7,7 @@ import torch
 
 from graphrt.demo.model import load_model
 from graphrt.demo.serve import DecodeLoop, Mode, Request, decode
-from graphrt.demo.step import DecodeBuffers
+from graphrt.demo.step import Texts
 from graphrt.demo.verdicts import same_tokens
 
 WINDOW = 4
@@ -42,7 +42,7 @@ def test_record_rows_of_finished_requests_are_used_again(model, short_requests):
 
 def test_drafts_are_accepted_and_counted_where_they_are_marked(model, short_requests):
     loop = finished(model, short_requests)
-    counted = sum(n * windows for n, windows in enumerate(loop.buffers.accepted_drafts.tolist()))
+    counted = sum(n * windows for n, windows in enumerate(loop.texts.accepted_drafts.tolist()))
     assert counted == sum(sum(c.drafted) for c in loop.completions.values()) > 0
 
 
@@ -71,9 +71,9 @@ def test_replays_equal_the_same_launches_made_anew(model, short_requests):
 def test_a_loop_of_padding_rows_changes_nothing(model):
     loop = DecodeLoop(model, [Request("waits", b"ab", 2)], batch=2, spec_query_len=WINDOW)
     before = [t.clone() for layer in loop.layers for t in layer.kv_cache]
-    loop.step()
+    loop.run(2)
     assert all(map(torch.equal, before, [t for layer in loop.layers for t in layer.kv_cache]))
-    assert loop.buffers.length.tolist() == [0, 0] and not loop.buffers.accepted_drafts.any()
+    assert loop.texts.length.tolist() == [0, 0] and not loop.texts.accepted_drafts.any()
 
 
 def test_empty_prompts_and_empty_answers_are_refused(model):
@@ -83,9 +83,9 @@ def test_empty_prompts_and_empty_answers_are_refused(model):
 
 
 def test_buffers_cannot_be_rebound():
-    buffers = DecodeBuffers.allocate(1, 8, WINDOW, torch.zeros(1, dtype=torch.int32))
+    texts = Texts.allocate(1, 8, WINDOW, torch.device("cpu"))
     with pytest.raises(AttributeError):
-        buffers.text = buffers.drafted
+        texts.text = texts.drafted
 
 
 def test_a_difference_is_excused_only_where_the_model_was_undecided(model, short_requests):

@@ -49,6 +49,7 @@ def random_sources(rng, rows, device):
         request_indices=maybe(integers(-1, requests + 1, rows)),
         num_computed_tokens=maybe(integers(-3, 40, requests)),
         block_table=maybe(integers(0, 50, requests, rng.choice([0, 2, 50]))),
+        generation=maybe(integers(0, 3, rows)),
     )
 
 
@@ -73,7 +74,7 @@ def staged_by(run, rows, width, seed, block_size, device):
     block.fill_(123)
     draw = torch.Generator().manual_seed(seed)
     pending, replay = torch.randint(0, 9, (2, rows + 3), dtype=torch.int32, generator=draw).to(device)
-    begin = StepBegin(pending, replay, 10, block_size) if block_size != 0 else None
+    begin = StepBegin(pending, replay, 10, block_size, seed % 3 == 0) if block_size != 0 else None
     reset_errors(device)
     run(staged, begin)
     return [block, pending, replay, error_counts(device)]
@@ -92,15 +93,16 @@ def test_staging_kernels_equal_the_specification(device, block_size):
         rows, width = rng.choice([1, 3, 8, 130]), rng.choice([0, 1, 5, 40])
         s = random_sources(rng, rows, device)
         arguments = (rows, width, case, block_size, device)
+        current = None if rng.random() < 0.3 else integers(1, 3, rows + rng.randint(0, 3)).to(device)
 
-        def spec(staged, begin, s=s):
-            backends.load("torch").stage(staged, s, begin, errors)
+        def spec(staged, begin, s=s, current=current):
+            backends.load("torch").stage(staged, s, begin, errors, current)
 
-        def by_value(staged, begin, s=s):
-            backends.load("triton").stage(staged, s, begin, errors)
+        def by_value(staged, begin, s=s, current=current):
+            backends.load("triton").stage(staged, s, begin, errors, current)
 
-        def by_header(staged, begin, s=s):
-            stage_header(staged, header_of(s, device), errors)
+        def by_header(staged, begin, s=s, current=current):
+            stage_header(staged, header_of(s, device), errors, current)
 
         want = staged_by(spec, *arguments)
         assert same(staged_by(by_value, *arguments), want), s
@@ -142,7 +144,7 @@ def test_a_null_slot_keeps_what_its_record_row_has_pending():
     pending, replay = torch.tensor([1, 2, 3, 4], dtype=torch.int32), torch.full((4,), 9, dtype=torch.int32)
     slots, rows = ([3, 0, 10, 4], [2, 1, 0, -1])
     sources = StageSources(4, *(torch.tensor(values, dtype=torch.int32) for values in (slots, rows)))
-    backends.load("torch").stage(staged, sources, StepBegin(pending, replay, 10, None), error_counter("cpu"))
+    backends.load("torch").stage(staged, sources, StepBegin(pending, replay, 10, None, False), error_counter("cpu"))
     assert pending.tolist() == [1, 2, 0, 4]
     assert replay.tolist() == [9, 9, 3, 9]
 

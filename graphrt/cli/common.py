@@ -1,0 +1,135 @@
+"""What the subcommands share: devices, errors in one sentence, JSON beside the tables, progress."""
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Device(StrEnum):
+    """Where to run; auto takes a GPU if there is one."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+class Backend(StrEnum):
+    """Which kernels to run; auto and fp32_deferred fall back and say why."""
+
+    AUTO = "auto"
+    FP32_DEFERRED = "fp32_deferred"
+    TRITON = "triton"
+    TORCH = "torch"
+
+
+DeviceOption = Annotated[Device, typer.Option(help="Where to run.")]
+BackendOption = Annotated[Backend, typer.Option(help="Which kernels to run.")]
+JsonOption = Annotated[
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Also write the result here as JSON; - prints JSON and nothing else."),
+]
+
+STDOUT = Path("-")
+
+
+def torch_device(device: Device) -> "torch.device":
+    """The device that is meant.
+
+    Raises:
+        typer.BadParameter: for a GPU that is not there.
+    """
+    import torch
+
+    if device is Device.CPU or (device is Device.AUTO and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("device: expected a CUDA device for 'cuda', and torch finds none")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """What a user can put right comes as one sentence, without a traceback.
+
+    A value that does not fit is a usage error (exit status 2); a step that cannot be recorded, exit status 1.
+    """
+    from graphrt.capture import CaptureError
+
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    except CaptureError as error:
+        raise refusal(str(error)) from error
+
+
+def refusal(text: str) -> typer.Exit:
+    """Say on standard error why nothing was done; the caller raises what comes back, exit status 1."""
+    Console(stderr=True).print(Text(f"error: {text}", style="red"), soft_wrap=True)
+    return typer.Exit(1)
+
+
+def quiet(target: Path | None) -> bool:
+    """Whether standard output belongs to JSON."""
+    return target == STDOUT
+
+
+def as_json(value: Any, target: Path | None) -> None:
+    """Write `value` where `--json` asked for it."""
+    if target is None:
+        return
+    text = json.dumps(value, indent=2)
+    if quiet(target):
+        typer.echo(text)
+    else:
+        write_text(target, text + "\n")
+
+
+def show(parts: Iterable[RenderableType], target: Path | None) -> None:
+    """Print tables and lines, unless standard output belongs to JSON."""
+    if not quiet(target):
+        console = Console()
+        for part in parts:
+            console.print(part)
+
+
+def write_text(target: Path, text: str) -> None:
+    """Write a file of the user's.
+
+    Raises:
+        typer.BadParameter: if it cannot be written.
+    """
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {target}: {error.strerror}") from error
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """A spinner on standard error while something takes its time; nothing where that is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield
+        return
+    with console.status(what):
+        yield
+
+
+def in_bytes(count: float) -> str:
+    """Bytes as one reads them."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:,.2f} GiB"

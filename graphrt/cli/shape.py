@@ -1,0 +1,48 @@
+"""The options that describe a model and how it is served."""
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Preset(StrEnum):
+    """A model whose shape is known."""
+
+    KIMI_K3 = "kimi-k3"
+    KIMI_LINEAR = "kimi-linear"
+
+
+class Dtype(StrEnum):
+    """A floating dtype, by its usual short name."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+    @property
+    def torch(self) -> "torch.dtype":
+        """As torch names it."""
+        import torch
+
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.value]
+
+
+# Devices that usually share a layer's heads.
+USUAL_TENSOR_PARALLEL = {Preset.KIMI_K3: 8, Preset.KIMI_LINEAR: 1}
+
+PresetOption = Annotated[Preset, typer.Option(help="The model whose sizes hold where no option says otherwise.")]
+LayersOption = Annotated[int | None, typer.Option("--layers", "-L", min=1, help="KDA layers.")]
+HeadsOption = Annotated[int | None, typer.Option("--heads", "-H", min=1, help="Heads of the whole model.")]
+HeadDimOption = Annotated[int | None, typer.Option(min=16, help="Key and value dimension of a head, a power of two.")]
+QueryLenOption = Annotated[int, typer.Option("--query-len", "-Q", min=1, max=16, help="Window: 1 + most draft tokens.")]
+TensorParallelOption = Annotated[
+    int | None, typer.Option("--tp", min=1, help="Devices that share the heads; 8 for kimi-k3, 1 otherwise.")
+]
+CheckpointDtypeOption = Annotated[Dtype, typer.Option(help="Of the checkpoints.")]
+DtypeOption = Annotated[
+    Dtype, typer.Option(help="Of activations, convolution states, and the records' keys and gates.")
+]
