@@ -3,6 +3,7 @@
 from .align import align_eager_mask, align_state_indices
 from .context import KDADeferredCommitContext, KDARecoverSSMCommitContext, KDARecoverSSMDeferred
 from .errors import ErrorKind, ErrorReport, error_counter, error_counts, error_report, reset_errors
+from .fused import FusedConv
 from .layers import KDALayer
 from .records import KDARecoverSSMRecords, allocate_records
 from .sentinels import FP32_DEFERRED, NULL_BLOCK_ID, SCRATCH_ROW
@@ -18,6 +19,7 @@ __all__ = [
     "SCRATCH_ROW",
     "ErrorKind",
     "ErrorReport",
+    "FusedConv",
     "KDADeferredCommitContext",
     "KDALayer",
     "KDARecoverSSMCommitContext",

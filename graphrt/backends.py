@@ -5,11 +5,12 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
+from .kernels.fused import composed
 from .sentinels import FP32_DEFERRED
 
 log = logging.getLogger("graphrt")
@@ -27,6 +28,8 @@ class Backend:
     compact_conv: Callable[..., None]
     fold: Callable[..., None]
     verify: Callable[..., None]
+    fused_verify: Callable[..., None]
+    """The verify with a convolution in front; its first argument is the launcher for where that takes two launches."""
     conv_verify: Callable[..., None]
     align_eager_mask: Callable[..., None]
     align_state_indices: Callable[..., None]
@@ -69,6 +72,7 @@ def load(name: str) -> Backend:
         compact_conv=modules["conv"].compact_conv,
         fold=modules["fold"].fold,
         verify=modules["verify"].verify,
+        fused_verify=getattr(modules["verify"], "fused_verify", partial(composed, modules["verify"].verify)),
         conv_verify=modules["conv"].conv_verify,
         align_eager_mask=modules["plan"].align_eager_mask,
         align_state_indices=modules["plan"].align_state_indices,

@@ -101,10 +101,12 @@ class KDARecoverSSMCommitContext:
 
     @property
     def lower_bound(self) -> float | None:
+        """Of the gate; None for the softplus gate."""
         return self.stack.lower_bound
 
     @property
     def spec_query_len(self) -> int:
+        """Q, 1 + the most draft tokens."""
         return self.stack.spec_query_len
 
     @property
@@ -114,18 +116,22 @@ class KDARecoverSSMCommitContext:
 
     @property
     def commit_lens(self) -> Tensor:
+        """[max_num_reqs] int32: records that the last commit, flush or drain folded, by batch row."""
         return self.plan.commit_lens
 
     @property
     def final_state_indices(self) -> Tensor:
+        """[max_num_reqs] int32: slot that got the folded state."""
         return self.plan.final_state_indices
 
     @property
     def boundary_state_indices(self) -> Tensor:
+        """[max_num_reqs] int32: align mode, block that got the state at a block boundary; 0 for none."""
         return self.plan.boundary_state_indices
 
     @property
     def boundary_recovery_lens(self) -> Tensor:
+        """[max_num_reqs] int32: align mode, records up to that boundary; 0 for none."""
         return self.plan.boundary_recovery_lens
 
     def commit(

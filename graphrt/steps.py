@@ -39,6 +39,20 @@ class Owners:
 
 
 @dataclass(frozen=True, slots=True)
+class Convolution:
+    """The short convolution that a verify runs on its raw q, k and v; conv_dim is q, then k, then v, head by head."""
+
+    state: Tensor
+    """[slots, conv_dim, C] view of either storage order."""
+    weight: Tensor
+    """[conv_dim, W]"""
+    bias: Tensor | None
+    """[conv_dim]"""
+    keeps_history: bool
+    """C = W - 1 + Q; else one column less."""
+
+
+@dataclass(frozen=True, slots=True)
 class Commit:
     """The arguments of one commit, as the public method takes them."""
 

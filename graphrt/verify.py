@@ -25,6 +25,7 @@ from .checks import (
     fail,
 )
 from .errors import error_counter
+from .fused import FusedConv, check_conv, check_fused
 from .launch import launch
 from .records import KDARecoverSSMRecords
 from .steps import Rows
@@ -47,6 +48,7 @@ def kda_recoverssm_verify(
     out: Tensor | None = None,
     *,
     record_rows: Tensor | None = None,
+    conv: FusedConv | None = None,
     backend: str = "auto",
     check: bool | None = None,
 ) -> Tensor:
@@ -67,6 +69,8 @@ def kda_recoverssm_verify(
         spec_query_len: Q.
         out: [1, T, H, V], not over q, k, v or raw_g, else made in the dtype of v. Tokens of no live row are zero in it.
         record_rows: [>= B] int32.
+        conv: q, k and v are raw projections, in the dtype of the convolution state, and go through this short
+            convolution first (`FusedConv`).
         backend: "auto", "fp32_deferred", "triton" or "torch".
         check: True reads and checks all values first; None leaves it to GRAPHRT_CHECK.
 
@@ -78,7 +82,7 @@ def kda_recoverssm_verify(
     """
     rows = Rows(query_start_loc, state_indices, record_rows, None, spec_query_len)
     inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint_state, records)
-    return _verify("graphrt.verify", *inputs, rows, out, backend, check)
+    return _verify("graphrt.verify", *inputs, rows, conv, out, backend, check)
 
 
 def kda_deferred_verify(
@@ -99,6 +103,7 @@ def kda_deferred_verify(
     *,
     record_rows: Tensor,
     pending: Tensor,
+    conv: FusedConv | None = None,
     backend: str = "auto",
     check: bool | None = None,
 ) -> Tensor:
@@ -121,7 +126,7 @@ def kda_deferred_verify(
         )
     rows = Rows(query_start_loc, state_indices, record_rows, pending, spec_query_len)
     inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint_state, records)
-    return _verify("graphrt.deferred_verify", *inputs, rows, out, backend, check)
+    return _verify("graphrt.deferred_verify", *inputs, rows, conv, out, backend, check)
 
 
 def kda_conv_verify(
@@ -161,24 +166,10 @@ def kda_conv_verify(
         ValueError: naming the argument, before anything is launched.
     """
     rows = Rows(query_start_loc, state_indices, record_rows, pending, spec_query_len)
-    check_is_tensor("conv_state", conv_state)
-    check_count("spec_query_len", spec_query_len, 1)
-    device = conv_state.device
-    state = conv_state if conv_dim_first or conv_state.ndim != 3 else conv_state.transpose(1, 2)
-    check_tensor("conv_state", state, (None, None, None), FLOATS, device)
+    conv = check_conv(conv_state, conv_weight, conv_bias, conv_dim_first, spec_query_len)
+    state, device = conv.state, conv_state.device
     check_tensor("x", x, (None, state.shape[1]), (conv_state.dtype,), device)
     check_inner("x", x, 1)
-    check_tensor("conv_weight", conv_weight, (state.shape[1], None), FLOATS, device)
-    if conv_bias is not None:
-        check_tensor("conv_bias", conv_bias, (state.shape[1],), FLOATS, device)
-        check_inner("conv_bias", conv_bias, 1)
-    hist = conv_weight.shape[1] - 1
-    keeps_history = state.shape[2] == hist + spec_query_len
-    if hist < 1:
-        fail("conv_weight", "a width of at least 2", conv_weight.shape[1])
-    if state.shape[2] not in (hist + spec_query_len, hist + spec_query_len - 1):
-        columns = f"{hist + spec_query_len} or {hist + spec_query_len - 1} columns (W - 1 + Q, or one less)"
-        fail("conv_state", columns, state.shape[2], f"W {hist + 1}, spec_query_len {spec_query_len}, {conv_dim_first=}")
     _check_rows(rows, device, None)
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -188,15 +179,15 @@ def kda_conv_verify(
     num_rows = INT32_MAX if pending is None else pending.shape[0]
     if checked.enabled(check):
         checked.row_values(rows, x.shape[0], state.shape[0], num_rows)
-    inputs = (x, state, conv_weight, conv_bias, rows, keeps_history, num_rows, out)
+    inputs = (x, state, conv_weight, conv_bias, rows, conv.keeps_history, num_rows, out)
     launch("graphrt.conv_verify", _run_counted, backends.choose_conv(backend, x).conv_verify, *inputs)
     return out
 
 
 def _verify(
     name: str, q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, A_log: Tensor, dt_bias: Tensor,
-    lower_bound: float | None, checkpoint: Tensor, records: KDARecoverSSMRecords, rows: Rows, out: Tensor | None,
-    backend: str, check: bool | None,
+    lower_bound: float | None, checkpoint: Tensor, records: KDARecoverSSMRecords, rows: Rows,
+    conv: FusedConv | None, out: Tensor | None, backend: str, check: bool | None,
 ) -> Tensor:  # fmt: skip
     _check_activations(q, k, v, raw_g, raw_beta, checkpoint, records)
     if out is None:
@@ -212,8 +203,13 @@ def _verify(
         checked.open_step(records.correction, rows)
     facts = backends.Facts.of(checkpoint, lower_bound, rows.spec_query_len, records.key_gate.dtype)
     choice = backends.choose(backend, facts)
-    inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint, records, rows, out)
-    launch(name, _run_counted, choice.backend.verify, *inputs)
+    inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint, records, rows)
+    if conv is None:
+        launch(name, _run_counted, choice.backend.verify, *inputs, out)
+        return out
+    convolution = check_fused(conv, q, k, v, checkpoint, rows.spec_query_len)
+    conv_verify = backends.choose_conv(backend, q).conv_verify
+    launch(name, _run_counted, choice.backend.fused_verify, conv_verify, *inputs, convolution, out)
     return out
 
 

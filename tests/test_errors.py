@@ -110,7 +110,7 @@ def assert_refused(call, name, words):
 
 
 @pytest.mark.parametrize("fault", COMMIT_FAULTS)
-def test_commit_refuses(pool, fault):
+def test_a_commit_refuses_a_wrong_argument(pool, fault):
     """A commit with a wrong argument raises and changes nothing."""
     change, name, words = COMMIT_FAULTS[fault]
     arguments = commit_arguments(pool) | change
@@ -222,7 +222,7 @@ VERIFY_FAULTS = {
 
 @pytest.mark.parametrize("fault", VERIFY_FAULTS)
 @pytest.mark.parametrize("deferred", [False, True], ids=["stock", "deferred"])
-def test_a_verify_refuses(pool, deferred, fault):
+def test_a_verify_refuses_a_wrong_argument(pool, deferred, fault):
     """A verify with a wrong argument raises and changes nothing."""
     change, name, words = VERIFY_FAULTS[fault]
     arguments = verify_arguments(pool) | change
@@ -243,7 +243,7 @@ def test_a_verify_refuses(pool, deferred, fault):
     ],
     ids=["pending too short", "pending of another dtype", "pending without rows"],
 )
-def test_a_deferred_verify_refuses(pool, change, name, words):
+def test_a_deferred_verify_refuses_missing_rows_and_pending(pool, change, name, words):
     """The deferred verify needs record rows and pending of every record row."""
     assert_refused(lambda: kda_deferred_verify(**(verify_arguments(pool) | change)), name, words)
 
@@ -289,7 +289,7 @@ CONV_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", CONV_FAULTS)
-def test_a_convolution_verify_refuses(pool, fault):
+def test_a_convolution_verify_refuses_a_wrong_argument(pool, fault):
     """A convolution verify with a wrong argument raises and changes nothing."""
     change, name, words = CONV_FAULTS[fault]
     arguments = conv_arguments(pool) | change
@@ -312,7 +312,7 @@ def test_a_convolution_verify_refuses(pool, fault):
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
 )
-def test_create_refuses(pool, kind, change, name, words):
+def test_create_refuses_a_wrong_layer(pool, kind, change, name, words):
     """A context that cannot work is refused when it is made."""
     arguments = {"layers": pool.layers, "spec_query_len": 4, "max_num_reqs": 6, "backend": "torch"} | change
     layers = arguments.pop("layers")

@@ -1,13 +1,17 @@
 """How long is a decode step of the FP32 backend, eager and deferred, against what the memory allows?
 
 Shape (default): L = 69 layers, H = 12, K = V = 128, Q = 8, n = 4 records pending, bf16 activations shared by the
-layers, checkpoints and records of distinct pages per layer. Every figure is the median of CUDA graph replays, timed
-with events.
+layers; checkpoints, records and convolution states in distinct pages per layer. Every figure is the median of CUDA
+graph replays, timed with events, with programmatic launches as they are by default.
 
 Columns, µs for all layers:
-- deferred: the deferred verifies, programmatic but for the first. The commit of such a step folds nothing.
-- eager: stock verifies, then the fold of n records.
-- verify: stock verifies alone. fold: the fold alone (a commit or a flush).
+- deferred: a deferred step, the verifies of all layers and the commit, which folds nothing.
+- eager: stock verifies, then a commit that folds n records now.
+- verifies: the deferred verifies alone. verify: stock verifies alone.
+- commit: the deferred commit alone (plan and defer). fold: the fold of n records alone.
+- flush: plan, compaction of the convolution histories, and fold.
+- plain: the deferred step without programmatic launches.
+- conv inside, conv apart: a deferred step whose verifies run the short convolution, and one with a launch for it.
 - host: of one eager launch of the verify, host time.
 - floor: bytes of the deferred step (state in and out, n KiB + Q KiB of records, 1.25 Q KiB of activations per
   request, head and layer) over the card's in-place read-and-write rate, measured first; two_pass: the state alone,
@@ -25,8 +29,8 @@ import json
 import statistics
 import time
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -73,102 +77,31 @@ def host_us(run, launches: int) -> float:
     return elapsed / launches * 1e6
 
 
-class Model:
-    """Static tensors of L layers for up to `batch` requests, and the two kinds of step over them."""
-
-    def __init__(self, layers, heads, q, batch, n, dtype=torch.bfloat16):
-        self.q, self.batch, self.n = q, batch, n
-        device = "cuda"
-
-        def scratch(*shape, kind):
-            return torch.randn(batch + 1, *shape, device=device, dtype=kind)[1:]
-
-        self.states = [torch.randn(batch + 1, heads, K, K, device=device) for _ in range(layers)]
-        self.corrections = [scratch(heads, q, K, kind=torch.float32) for _ in range(layers)]
-        self.key_gates = [scratch(heads, q, 2 * K, kind=dtype) for _ in range(layers)]
-        self.a_log = torch.rand(heads, device=device)
-        self.dt_bias = torch.randn(heads * K, device=device)
-        self.inputs = [torch.randn(1, batch * q, heads, K, device=device, dtype=dtype) for _ in range(4)]
-        self.beta = torch.randn(1, batch * q, heads, device=device, dtype=dtype)
-        self.out = torch.empty_like(self.inputs[0])
-        self.loc = torch.arange(batch + 1, device=device, dtype=torch.int32) * q
-        self.slots = torch.arange(1, batch + 1, device=device, dtype=torch.int32)
-        self.rows = torch.arange(batch, device=device, dtype=torch.int32)
-        self.pending = torch.full((batch,), n, device=device, dtype=torch.int32)
-        self.errors = torch.zeros(16, device=device, dtype=torch.int32)
-        zeros = torch.zeros_like(self.slots)
-        self.plan = SimpleNamespace(
-            commit_lens=self.pending,
-            final_state_indices=self.slots,
-            boundary_state_indices=zeros,
-            boundary_recovery_lens=zeros,
-        )
-        self.stack = self._stack(layers)
-
-    def _stack(self, layers):
-        lists = {
-            "checkpoint": self.states,
-            "correction": self.corrections,
-            "key_gate": self.key_gates,
-            "A_log": [self.a_log] * layers,
-            "dt_bias": [self.dt_bias] * layers,
-        }
-        tables = {}
-        for name, tensors in lists.items():
-            tables[f"{name}_addrs"] = torch.tensor([t.data_ptr() for t in tensors], device="cuda")
-            tables[f"{name}_strides"] = torch.tensor([t.stride(0) for t in tensors], device="cuda")
-        return SimpleNamespace(
-            checkpoints=self.states,
-            corrections=self.corrections,
-            key_gates=self.key_gates,
-            A_logs=lists["A_log"],
-            dt_biases=lists["dt_bias"],
-            lower_bound=-5.0,
-            spec_query_len=self.q,
-            **tables,
-        )
-
-    def verifies(self, deferred_step: bool, split: int | None = None):
-        from graphrt.kernels.cute import deferred
-
-        q, k, v, g = self.inputs
-        pending = self.pending if deferred_step else None
-        for l, (state, correction, key_gate) in enumerate(
-            zip(self.states, self.corrections, self.key_gates, strict=True)
-        ):
-            records = SimpleNamespace(correction=correction, key_gate=key_gate)
-            deferred.deferred_verify_f32(
-                q, k, v, g, self.beta, self.a_log, self.dt_bias, -5.0, state, records, self.loc, self.slots, self.q,
-                self.out, self.errors, record_rows=self.rows, pending=pending, programmatic=l > 0,
-                split=split,
-            )  # fmt: skip
-
-    def fold(self):
-        from graphrt.kernels.cute import commit
-
-        commit.fold(self.stack, self.plan, self.slots, self.rows, False)
-
-    def eager(self):
-        self.verifies(False)
-        self.fold()
-
-
 def measure(batch, layers, heads, q, n, rate, splits):
+    from step_model import Model
+
     model = Model(layers, heads, q, batch, n)
     items = layers * heads * batch
     floor = items * (128 + n + q + 1.25 * q) * KIB / rate * 1e6
     two_pass = items * 128 * KIB / rate * 1e6
     row = {
         "batch": batch,
-        "deferred": graph_us(lambda: model.verifies(True)),
-        "eager": graph_us(model.eager),
+        "deferred": graph_us(lambda: model.step(True)),
+        "eager": graph_us(lambda: model.step(False)),
+        "verifies": graph_us(lambda: model.verifies(True)),
         "verify": graph_us(lambda: model.verifies(False)),
+        "commit": graph_us(model.commit),
         "fold": graph_us(model.fold),
+        "flush": graph_us(model.flush),
+        "plain": graph_us(model.plain_step),
+        "conv inside": graph_us(lambda: model.step(True, "inside")),
+        "conv apart": graph_us(lambda: model.step(True, "apart")),
         "floor": floor,
         "two_pass": two_pass,
     }
     for split in splits:
-        row[f"deferred, split {split}"] = graph_us(lambda split=split: model.verifies(True, split))
+        row[f"deferred, split {split}"] = graph_us(lambda split=split: model.step(True, split=split))
+        row[f"conv inside, split {split}"] = graph_us(lambda split=split: model.step(True, "inside", split))
     row["host"] = host_us(lambda: model.verifies(True), layers)
     return row | {"deferred/floor": row["deferred"] / floor, "fold/two_pass": row["fold"] / two_pass}
 
@@ -183,7 +116,9 @@ def measure_all(args):
         rows.append(measure(batch, args.layers, args.heads, args.window, args.pending, rate, args.splits))
         print("  ".join(f"{key} {value:.4g}" for key, value in rows[-1].items()), flush=True)
     shape = {k: getattr(args, k) for k in ("batch", "layers", "heads", "window", "pending")}
-    return {"device": torch.cuda.get_device_name(), "rate": rate, "args": shape, "rows": rows}
+    versions = {name: version(name) for name in ("torch", "triton", "nvidia-cutlass-dsl")}
+    facts = {"device": torch.cuda.get_device_name(), "versions": versions, "commit": args.commit, "rate": rate}
+    return facts | {"args": shape, "rows": rows}
 
 
 def choose(results, path):
@@ -202,8 +137,10 @@ def plot(rows, path):
     """Log-log, the floors as lines."""
     import matplotlib.pyplot as plt
 
+    rows = sorted(rows, key=lambda row: row["batch"])
     batches = [row["batch"] for row in rows]
-    for name, style in (("deferred", "o-"), ("eager", "s-"), ("fold", "^-"), ("floor", "k--"), ("two_pass", "k:")):
+    lines = {"deferred": "o-", "conv inside": "d-", "eager": "s-", "fold": "^-", "flush": "v-", "commit": "x-"}
+    for name, style in (lines | {"floor": "k--", "two_pass": "k:"}).items():
         plt.loglog(batches, [row[name] for row in rows], style, label=name)
     plt.xlabel("requests")
     plt.ylabel("µs a step, all layers")
@@ -219,6 +156,7 @@ def main():
     parser.add_argument("--window", type=int, default=8)
     parser.add_argument("--pending", type=int, default=4)
     parser.add_argument("--splits", type=int, nargs="*", default=[], help="also with that many blocks on a head")
+    parser.add_argument("--commit", default="", help="of this tree, kept with the results")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot")
     parser.add_argument("--choose", type=Path, help="table in which this device and shape get their entry")

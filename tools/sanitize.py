@@ -2,10 +2,16 @@
 
     python tools/sanitize.py                                    memcheck, racecheck, initcheck, synccheck; 16 at a time
     python tools/sanitize.py --tools memcheck --only cute --json sanitize.json
+    python tools/sanitize.py --tools racecheck --only cute --as-shipped
 
 Each case is a process of its own, as many at a time as there are cores. Tensors are allocations of their own there
 (no caching allocator), so that one byte past a tensor is an error; a case that captures graphs keeps the cache. Exit
 status 1 for an error or a process that failed; warnings of racecheck are shown, and are no failure.
+
+racecheck follows a thread to an mbarrier only if that thread arrives itself. The CuTe kernels let one lane arrive for
+its warp, behind a warp barrier, which orders the other lanes' accesses before that arrival all the same. So racecheck
+runs them with every lane arriving (`tile.ARRIVING_LANES`), the same kernel with nothing left to infer;
+`--as-shipped` runs them as they are, and shows the lanes that it cannot follow.
 """
 
 import argparse
@@ -66,29 +72,31 @@ def read_summary(text: str) -> tuple[int, int]:
     return errors, warnings
 
 
-def check(sanitizer: str, tool: str, case: str, device: str, timeout: float) -> Finding:
+def check(args: argparse.Namespace, tool: str, case: str) -> Finding:
     """Run one case under one tool."""
     options = ["--tool", tool, "--error-exitcode", str(ERROR_STATUS)]
     if tool == "memcheck":
         # torch asks the driver for what it may not have, on purpose.
         options += ["--report-api-errors", "no"]
-    program = [sys.executable, sanitizer_cases.__file__, case, "--device", device]
+    program = [sys.executable, sanitizer_cases.__file__, case, "--device", args.device]
+    if tool == "racecheck" and case.startswith("cute") and not args.as_shipped:
+        program += ["--lanes", "32"]
     environment = dict(os.environ)
     if "captured" not in case:
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     begin = time.monotonic()
     try:
         done = subprocess.run(
-            [sanitizer, *options, *program],
+            [args.sanitizer, *options, *program],
             capture_output=True,
             text=True,
             env=environment,
-            timeout=timeout,
+            timeout=args.timeout,
             check=False,
         )
         text, status = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired as error:
-        text, status = f"{error.stdout or ''}\nno end after {timeout} s", 124
+        text, status = f"{error.stdout or ''}\nno end after {args.timeout} s", 124
     errors, warnings = read_summary(text)
     if status == ERROR_STATUS and errors == 0 and warnings:
         status = 0
@@ -106,11 +114,7 @@ def check_all(args: argparse.Namespace, console: Console) -> list[Finding]:
     order = sorted(args.tools, key=lambda tool: tool not in ("racecheck", "initcheck"))
     found = []
     with ThreadPoolExecutor(args.jobs) as pool, Progress(console=console, disable=not console.is_terminal) as bar:
-        jobs = [
-            pool.submit(check, args.sanitizer, tool, case, args.device, args.timeout)
-            for tool in order
-            for case in cases
-        ]
+        jobs = [pool.submit(check, args, tool, case) for tool in order for case in cases]
         task = bar.add_task("sanitizer", total=len(jobs))
         for job in as_completed(jobs):
             found.append(job.result())
@@ -130,6 +134,7 @@ def main() -> int:
     parser.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: Triton's interpreter, for a dry run"
     )
+    parser.add_argument("--as-shipped", action="store_true", help="racecheck: one lane arrives for its warp")
     parser.add_argument("--json", type=Path, help="write the findings here")
     args = parser.parse_args()
     if shutil.which(args.sanitizer) is None:

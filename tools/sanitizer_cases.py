@@ -65,12 +65,14 @@ def errors_of(pool: Any) -> torch.Tensor:
     return error_counter(pool.device)
 
 
-def verify(device: torch.device, backend: str, launch: dict[str, Any], **sizes: Any) -> None:
-    """Stock and deferred verify of one layer; `launch` goes to the CuTe launcher."""
+def verify(device: torch.device, backend: str, launch: dict[str, Any], conv: bool = False, **sizes: Any) -> None:
+    """Stock and deferred verify of one layer; `launch` goes to the CuTe launcher, with the convolution if asked."""
     from graphrt import backends
 
     pool = make_pool(device, **sizes)
     layer, tokens = pool.layers[0], make_tokens(pool)
+    if conv:
+        layer.conv_weight, layer.conv_bias = (t.to(HALF) for t in (layer.conv_weight, layer.conv_bias))
     inputs = [part[0][None] for part in tokens.parts()[:5]]
     out = torch.zeros_like(inputs[2])
     for deferred in (False, True):
@@ -80,9 +82,12 @@ def verify(device: torch.device, backend: str, launch: dict[str, Any], **sizes: 
             backends.load("triton").verify(*inputs, *constants, rows, out, errors_of(pool))
             continue
         from graphrt.kernels.cute.deferred import deferred_verify_f32
+        from graphrt.steps import Convolution
 
+        fused = Convolution(layer.kv_cache[0], layer.conv_weight, layer.conv_bias, True) if conv else None
         step = (rows.query_start_loc, rows.state_indices, rows.spec_query_len, out, errors_of(pool))
-        deferred_verify_f32(*inputs, *constants, *step, record_rows=rows.record_rows, pending=rows.pending, **launch)
+        rows_of = {"record_rows": rows.record_rows, "pending": rows.pending}
+        deferred_verify_f32(*inputs, *constants, *step, conv=fused, **rows_of, **launch)
 
 
 def conv(device: torch.device, columns: int, transposed: bool) -> None:
@@ -169,6 +174,8 @@ def helpers(device: torch.device) -> None:
 
 
 K128 = {"head_dim": 128, "dtype": HALF}
+# The fused convolution runs over q, k and v; its weights have the dtype of the activations.
+FUSED = {"conv_dim": 3 * 2 * 128}
 CASES: dict[str, Case] = {
     "triton verify fp32": partial(verify, backend="triton", launch={}),
     "triton verify softplus 16-bit pool": partial(
@@ -184,12 +191,13 @@ CASES: dict[str, Case] = {
     "triton align helpers": helpers,
     "triton captured step": partial(step, backend="triton"),
     **{
-        f"cute verify split {split}{' programmatic' if programmatic else ''}": partial(
-            verify, backend="cute", launch={"split": split, "programmatic": programmatic}, **K128
+        f"cute verify split {split}{' with convolution' if conv else ''}": partial(
+            verify, backend="cute", launch={"split": split}, conv=conv, **K128, **FUSED
         )
         for split in (1, 2)
-        for programmatic in (False, True)
+        for conv in (False, True)
     },
+    "cute verify programmatic": partial(verify, backend="cute", launch={"programmatic": True}, **K128),
     "cute verify fp16": partial(verify, backend="cute", launch={}, head_dim=128, dtype=torch.float16),
     **{
         f"cute fold{' align' if align else ''}{' indexed' if indexed else ''}": partial(
@@ -206,6 +214,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="?", choices=CASES, metavar="CASE")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--lanes", type=int, default=1, help="lanes of a warp that arrive at an mbarrier (CuTe)")
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     args = parser.parse_args()
     if args.list or args.case is None:
@@ -213,6 +222,10 @@ def main() -> int:
         return 0
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
+    if args.lanes != 1:
+        from graphrt.kernels.cute import tile
+
+        tile.ARRIVING_LANES = args.lanes
     torch.manual_seed(0)
     CASES[args.case](torch.device(args.device))
     if args.device == "cuda":

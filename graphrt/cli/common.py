@@ -100,7 +100,8 @@ def show(parts: Iterable[RenderableType], target: Path | None) -> None:
     if not quiet(target):
         console = Console()
         for part in parts:
-            console.print(part)
+            # A line stays one line, for people copy commands from it.
+            console.print(part, soft_wrap=isinstance(part, str | Text))
 
 
 def write_text(target: Path, text: str) -> None:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from .common import Backend, BackendOption, Device, DeviceOption, JsonOption, as_json, in_bytes, show, torch_device
 from .shape import (
+    USUAL_TENSOR_PARALLEL,
     CheckpointDtypeOption,
     Dtype,
     DtypeOption,
@@ -81,7 +82,8 @@ def doctor(
         spec_query_len=query_len,
         key_dtype=dtype.torch,
     )
-    findings = [*_installed(), *_machine(), *_runs(backend.value, facts, trial)]
+    heads = model.heads // USUAL_TENSOR_PARALLEL[preset]
+    findings = [*_installed(), *_machine(), *_runs(backend.value, facts, model, heads, trial)]
     show([_table(model, facts, findings)], json_file)
     as_json([asdict(finding) for finding in findings], json_file)
     raise typer.Exit(1 if any(finding.state is State.BAD for finding in findings) else 0)
@@ -172,7 +174,7 @@ def _driver() -> str:
     return found.group() if found else text.partition("\n")[0]
 
 
-def _runs(backend: str, facts: "Facts", trial: bool) -> Iterator[Finding]:
+def _runs(backend: str, facts: "Facts", model: "Model", heads: int, trial: bool) -> Iterator[Finding]:
     """Each backend, the one that would run, and what a small step of it gives."""
     from graphrt import backends
 
@@ -187,8 +189,23 @@ def _runs(backend: str, facts: "Facts", trial: bool) -> Iterator[Finding]:
     best = "torch" if facts.device.type == "cpu" else backends.BACKENDS[0]
     state = State.OK if choice.backend.name in (backend, best) else State.NOTE
     yield Finding("would run", state, f"{choice.backend.name}: {choice.reason}")
+    yield _eager_or_deferred(choice, facts, model, heads)
     if trial:
         yield _trial(choice, facts)
+
+
+def _eager_or_deferred(choice: "Choice", facts: "Facts", model: "Model", heads: int) -> Finding:
+    from graphrt.choice import StepShape, choose_commit, device_name
+
+    shape = StepShape(
+        device=device_name(facts.device),
+        backend=choice.backend.name,
+        layers=model.layers,
+        heads=heads,
+        head_dim=facts.head_dim,
+        spec_query_len=facts.spec_query_len,
+    )
+    return Finding("commit", State.OK, choose_commit(shape).reason)
 
 
 def _trial(choice: "Choice", facts: "Facts") -> Finding:

@@ -6,7 +6,9 @@ from graphrt.capture import bits
 
 
 def assert_bitwise_equal(actual: Tensor, expected: Tensor, what: str = "tensors") -> None:
-    """AssertionError unless both have the same shape, dtype and bytes, wherever they are.
+    """AssertionError unless `actual` and `expected`, both [any shape], have the same shape, dtype and bytes.
+
+    They may be on different devices.
 
     The error names the first differing element and both values; NaN equals NaN of the same bits only.
     """

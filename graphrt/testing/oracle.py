@@ -51,7 +51,10 @@ class Oracle:
         x: Tensor | None,  # [n, conv_dim]
         accepted: int,
     ) -> OracleWindow:  # fmt: skip
-        """Outputs of a whole window; the state then advances by its first `accepted` tokens."""
+        """Outputs of a whole window; the state then advances by its first `accepted` tokens.
+
+        q, k and raw_g are [n, H, K], v is [n, H, V], raw_beta [n, H]; x is [n, conv_dim], or None without convolution.
+        """
         if not 0 <= accepted <= q.shape[0]:
             raise ValueError(f"accepted: expected 0..{q.shape[0]}, got {accepted}")
         state, outs, corrections, states = self.state, [], [], [self.state]

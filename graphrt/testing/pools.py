@@ -21,10 +21,12 @@ class Pool:
 
     @property
     def device(self) -> torch.device:
+        """Where all of it lives."""
         return self.pending.device
 
     @property
     def hist(self) -> int:
+        """W - 1, convolution inputs that a request keeps."""
         weight = self.layers[0].conv_weight
         return 0 if weight is None else weight.shape[1] - 1
 

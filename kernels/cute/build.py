@@ -51,6 +51,10 @@ class Kernels:
                     self._compiled[facts, arch] = compiled
             return compiled
 
+    def count(self) -> int:
+        """How many variants have been compiled."""
+        return len(self._compiled)
+
     def shared_bytes(self, facts: tuple) -> int:
         """Dynamic shared memory of a block."""
         return self._make(*facts).shared_bytes

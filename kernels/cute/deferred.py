@@ -1,7 +1,9 @@
 """Host side of the FP32 deferred verify: what it supports, its variants, and its launch. The kernel is verify.py."""
 
 import logging
+import sys
 import time
+from collections.abc import Callable
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -12,49 +14,60 @@ from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
 from ...backends import Support
+from ...steps import Convolution
+from ..fused import composed
 from ..verify import verify as triton_verify
+from . import commit, order
 from .build import DTYPES, Kernels, sm_count
 from .commit import compile_commit_f32
 from .verify import VerifyF32
 
 log = logging.getLogger("graphrt")
 
-_programmatic: ContextVar[bool] = ContextVar("graphrt_programmatic", default=False)
+_programmatic: ContextVar[bool] = ContextVar("graphrt_programmatic", default=True)
 
 
 def _longs(count):
     return tuple(Int64(0) for _ in range(count))
 
 
-_EXAMPLES = (_longs(6), _longs(6), _longs(5), _longs(3), _longs(5), (Int32(0),) * 4, (Int32(0),) * 5, Float32(0.0))
-KERNELS = Kernels(VerifyF32, _EXAMPLES, "6q6q5q3q5q4q5qf4x")
+def _ints(count):
+    return tuple(Int32(0) for _ in range(count))
+
+
+_EXAMPLES = (*map(_longs, (6, 6, 5, 3, 5)), _ints(4), _longs(8), *map(_ints, (4, 3, 2)), Float32(0.0))
+KERNELS = Kernels(VerifyF32, _EXAMPLES, "6q6q5q3q5q4q8q4q3q2qf4x")
 # Items (rows times heads) per multiprocessor below which two blocks share one (tools/bench_step.py).
 SPLIT_BELOW = 0.5
+# Widths of a convolution that the kernel takes in: its history and weights are registers of one thread.
+MAX_WIDTH = 5
 
 
 def compile_variants(stack) -> None:
-    """Compile and load every fold and verify of a context's layers, before any capture; says once how long it took.
-
-    Left out, and compiled at their first eager use: a `raw_beta` in another dtype than the keys.
-    """
+    """Compile and load every fold and verify of a context's layers, before any capture; says once how long it took."""
     start = time.perf_counter()
+    before = KERNELS.count() + commit.KERNELS.count()
     state, dtype = stack.checkpoints[0], stack.key_gates[0].dtype
     q, a_log, dt_bias = stack.spec_query_len, stack.A_logs[0].dtype, stack.dt_biases[0].dtype
     for align, indexed in product((False, True), repeat=2):
         compile_commit_f32(state, q, a_log, align, indexed, dtype, dt_bias)
     if dtype in (torch.bfloat16, torch.float16):
-        for programmatic in (False, True):
-            compile_deferred_verify_f32(state, q, a_log, dtype, dtype, dt_bias, programmatic)
-    log.info("graphrt: CuTe DSL kernels ready in %.1f s", time.perf_counter() - start)
+        heads, width = state.shape[1], stack.hist + 1
+        fits = stack.conv_states[0].shape[1] == 3 * heads * state.shape[3] and width <= MAX_WIDTH
+        for conv_width in (0, width) if fits else (0,):
+            compile_deferred_verify_f32(state, q, a_log, dtype, dt_bias, conv_width)
+    compiled = KERNELS.count() + commit.KERNELS.count() - before
+    if compiled:
+        seconds = time.perf_counter() - start
+        print(f"graphrt: {compiled} CuTe DSL kernels compiled in {seconds:.1f} s", file=sys.stderr)
 
 
 @contextmanager
 def programmatic_launches(enabled: bool = True):
-    """Verifies inside the block are launched programmatically: they may start before their predecessor has ended.
+    """Whether verifies inside the block are launched programmatically (PDL), which is the default.
 
-    Right where what a verify reads before its wait (checkpoint, records, pending, slots, rows, query offsets) was
-    written at least two launches earlier, or before a launch without the attribute: in a step, every verify but one
-    that directly follows the staging, a commit or a flush.
+    With it a verify is launched while its predecessor still runs, and inside a captured graph it reads its state and
+    replays its records before the predecessor has ended where that is safe (order.py decides). The bits are the same.
     """
     token = _programmatic.set(enabled)
     try:
@@ -71,8 +84,8 @@ def activations_supported(
     for name, t in tensors.items():
         if t.dtype != k.dtype or t.dtype not in (torch.bfloat16, torch.float16):
             return Support(False, f"the CuTe DSL verify takes one 16-bit dtype, got {name} {t.dtype} with k {k.dtype}")
-    if raw_beta.dtype not in DTYPES:
-        return Support(False, f"the CuTe DSL verify takes raw_beta in {list(DTYPES)}, got {raw_beta.dtype}")
+    if raw_beta.dtype not in (k.dtype, torch.float32):
+        return Support(False, f"the CuTe DSL verify takes raw_beta in {k.dtype} or float32, got {raw_beta.dtype}")
     for name, t in tensors.items():
         stride = t.stride(0 if name == "records.key_gate" else 1)
         if t.data_ptr() % 16 or stride % 8:
@@ -80,10 +93,20 @@ def activations_supported(
     return Support(True, "the CuTe DSL verify reads these activations")
 
 
-def verify_facts(heads, spec_query_len, dtype, beta_dtype, a_log_dtype, dt_bias_dtype, programmatic, split) -> tuple:
-    """Key of a variant."""
-    kinds = (DTYPES[dtype], DTYPES[beta_dtype], DTYPES[a_log_dtype], DTYPES[dt_bias_dtype])
-    return (heads, spec_query_len, *kinds, programmatic, split)
+def conv_supported(conv: Convolution, k: Tensor) -> Support:
+    """Whether the kernel takes this convolution in."""
+    width = conv.weight.shape[1]
+    if width > MAX_WIDTH:
+        return Support(False, f"the CuTe DSL verify fuses convolutions of width up to {MAX_WIDTH}, got {width}")
+    for name, t in (("weight", conv.weight), ("bias", conv.bias)):
+        if t is not None and t.dtype != k.dtype:
+            return Support(False, f"the CuTe DSL verify fuses a convolution in {k.dtype}, got {name} {t.dtype}")
+    return Support(True, "the CuTe DSL verify fuses this convolution")
+
+
+def verify_facts(heads, spec_query_len, dtype, a_log_dtype, dt_bias_dtype, conv_width, split) -> tuple:
+    """Key of a variant; `conv_width` is 0 without a fused convolution."""
+    return (heads, spec_query_len, DTYPES[dtype], DTYPES[a_log_dtype], DTYPES[dt_bias_dtype], conv_width, split)
 
 
 def compile_deferred_verify_f32(
@@ -91,14 +114,12 @@ def compile_deferred_verify_f32(
     spec_query_len: int,
     a_log_dtype: torch.dtype,
     dtype: torch.dtype = torch.bfloat16,
-    beta_dtype: torch.dtype | None = None,
     dt_bias_dtype: torch.dtype = torch.float32,
-    programmatic: bool = False,
+    conv_width: int = 0,
 ) -> None:
     """Compile and load one variant for the device of `state_ref`; stock and deferred verify are the same kernel."""
-    heads, beta_dtype = state_ref.shape[1], beta_dtype or dtype
     for split in (1, 2):
-        facts = verify_facts(heads, spec_query_len, dtype, beta_dtype, a_log_dtype, dt_bias_dtype, programmatic, split)
+        facts = verify_facts(state_ref.shape[1], spec_query_len, dtype, a_log_dtype, dt_bias_dtype, conv_width, split)
         KERNELS.load(facts, state_ref.device)
 
 
@@ -121,14 +142,18 @@ def deferred_verify_f32(
     *,
     record_rows: Tensor | None = None,
     pending: Tensor | None = None,
+    conv: Convolution | None = None,
     programmatic: bool | None = None,
+    early: bool | None = None,
     split: int | None = None,
 ) -> None:
     """One launch on the current stream; without `pending` the stock verify. Shapes as in the public verify functions.
 
     Args:
         errors: [2 * kinds] int32 device error counter.
+        conv: q, k and v are raw, and this convolution is run on them first (`conv_supported`).
         programmatic: as `programmatic_launches`, whose setting None takes.
+        early: read before the wait; None leaves it to order.py. For tests: True is a promise that it is safe.
         split: 1 or 2 blocks on a head; None decides by the amount of work. The bits are the same.
     """
     batch, tokens, heads = state_indices.shape[0], q.shape[1], q.shape[2]
@@ -139,14 +164,21 @@ def deferred_verify_f32(
     items, blocks = batch * heads, sm_count(device)
     if split is None:
         split = 2 if items < SPLIT_BELOW * blocks else 1
-    facts = verify_facts(
-        heads, spec_query_len, k.dtype, raw_beta.dtype, A_log.dtype, dt_bias.dtype, programmatic, split
-    )
+    width = 0 if conv is None else conv.weight.shape[1]
+    facts = verify_facts(heads, spec_query_len, k.dtype, A_log.dtype, dt_bias.dtype, width, split)
     sized = (q, k, raw_g, v, raw_beta, out)
-    correction, key_gate = records.correction, records.key_gate
-    layer = (checkpoint_state, correction, key_gate)
-    rows = state_indices if record_rows is None else record_rows
-    counts = state_indices if pending is None else pending
+    layer = (checkpoint_state, records.correction, records.key_gate)
+    indices = (state_indices, record_rows, query_start_loc, pending)
+    note = None
+    if programmatic and early is None and torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream(device).cuda_stream
+        note = (stream, touched(sized, layer, indices, (A_log, dt_bias), conv))
+        early = order.may_start_early(*note)
+    conv_values = (0,) * 8
+    if conv is not None:
+        strides = (*conv.state.stride(), *conv.weight.stride())
+        bias = 0 if conv.bias is None else conv.bias.data_ptr()
+        conv_values = (conv.state.data_ptr(), conv.weight.data_ptr(), bias, *(k.element_size() * x for x in strides))
     KERNELS.launch(
         facts,
         device,
@@ -154,22 +186,37 @@ def deferred_verify_f32(
         *(t.stride(1) * t.element_size() for t in sized),
         *(t.data_ptr() for t in (*layer, A_log, dt_bias)),
         *(t.stride(0) * t.element_size() for t in layer),
-        state_indices.data_ptr(),
-        0 if record_rows is None else record_rows.data_ptr(),
-        query_start_loc.data_ptr(),
-        0 if pending is None else pending.data_ptr(),
+        *(0 if t is None else t.data_ptr() for t in indices),
         errors.data_ptr(),
-        state_indices.stride(0),
-        rows.stride(0),
-        query_start_loc.stride(0),
-        counts.stride(0),
+        *(0 if t is None else t.stride(0) for t in indices),
+        *conv_values,
         checkpoint_state.shape[0],
-        correction.shape[0],
+        records.correction.shape[0],
         batch,
         tokens,
+        int(programmatic and bool(early)),
+        int(raw_beta.dtype == torch.float32),
+        int(conv is not None and conv.keeps_history),
         split * max(1, min(blocks // split, items)),
+        int(programmatic),
         lower_bound,
     )
+    if note is not None:
+        order.launched(*note)
+
+
+def touched(sized, layer, indices, parameters, conv: Convolution | None) -> order.Touched:
+    """What a launch reads before its wait, after it, and writes."""
+    *inputs, out = (order.Span.of(t, 1) for t in sized)
+    # Records have their scratch row in front.
+    state, *records = (order.Span.of(t, 0, int(i > 0)) for i, t in enumerate(layer))
+    others = [order.Span.of(t) for t in (*indices, *parameters) if t is not None]
+    written = (state, *records, out)
+    if conv is not None:
+        conv_state = order.Span.of(conv.state)
+        written = (*written, conv_state)
+        others += [conv_state, *(order.Span.of(t) for t in (conv.weight, conv.bias) if t is not None)]
+    return order.Touched((state, *records, *others), tuple(inputs), written)
 
 
 def verify(
@@ -183,7 +230,7 @@ def verify(
     """
     support = activations_supported(q, k, v, raw_g, raw_beta, out, records.key_gate)
     if not support:
-        _log_once(support.reason)
+        _log_once(f"the Triton verify runs: {support.reason}")
         triton_verify(q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint, records, rows, out, errors)
         return
     deferred_verify_f32(
@@ -193,6 +240,24 @@ def verify(
     )  # fmt: skip
 
 
+def fused_verify(
+    conv_verify: Callable[..., None],
+    q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, A_log: Tensor, dt_bias: Tensor,
+    lower_bound: float, checkpoint: Tensor, records, rows, conv: Convolution, out: Tensor, errors: Tensor,
+) -> None:  # fmt: skip
+    """`verify` of raw q, k and v with the convolution in the same launch; else `conv_verify`, then `verify`."""
+    inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint, records)
+    support = activations_supported(q, k, v, raw_g, raw_beta, out, records.key_gate) and conv_supported(conv, k)
+    if not support:
+        _log_once(f"the convolution has a launch of its own: {support.reason}")
+        composed(verify, conv_verify, *inputs, rows, conv, out, errors)
+        return
+    deferred_verify_f32(
+        *inputs, rows.query_start_loc, rows.state_indices, rows.spec_query_len, out, errors,
+        record_rows=rows.record_rows, pending=rows.pending, conv=conv,
+    )  # fmt: skip
+
+
 @cache
 def _log_once(reason: str) -> None:
-    log.warning("graphrt: the Triton verify runs: %s", reason)
+    log.warning("graphrt: %s", reason)

@@ -122,9 +122,9 @@ class FoldF32:
             ptx.mbar_init(shared + (self.tile_empty + 8 * i), 4)
         for i in cutlass.range_constexpr(STAGES):
             ptx.mbar_init(shared + (self.record_full + 8 * i), 1)
-            ptx.mbar_init(shared + (self.record_empty + 8 * i), 8)
-            ptx.mbar_init(shared + (self.coefficient_full + 8 * i), 4)
-            ptx.mbar_init(shared + (self.coefficient_empty + 8 * i), 4)
+            ptx.mbar_init(shared + (self.record_empty + 8 * i), 8 * tile.ARRIVING_LANES)
+            ptx.mbar_init(shared + (self.coefficient_full + 8 * i), 4 * tile.ARRIVING_LANES)
+            ptx.mbar_init(shared + (self.coefficient_empty + 8 * i), 4 * tile.ARRIVING_LANES)
         ptx.mbar_init_fence()
 
     def read_int(self, base, index):
@@ -260,10 +260,7 @@ class FoldF32:
             if cutlass.const_expr(self.align):
                 if boundary_n > 0:
                     self.store_set(keys, decays, boundary_n, norms, sets + STAGES * self.set_bytes, c, lane)
-            cute.arch.sync_warp()
-            if lane == 0:
-                ptx.mbar_arrive(shared + self.coefficient_full + 8 * stage)
-                ptx.mbar_arrive(shared + self.record_empty + 8 * stage)
+            tile.warp_arrive(lane, shared + self.coefficient_full + 8 * stage, shared + self.record_empty + 8 * stage)
             i += 1
             at, n = self.notice(shared, i)
 
@@ -306,10 +303,7 @@ class FoldF32:
                     ptx.mbar_arrive(shared + self.tile_empty + 8 * (before - (before // self.depth) * self.depth))
                 cute.arch.sync_warp()
             self.tile.fold(state, n, keys + self.q * K * 4, keys, corrections)
-            cute.arch.sync_warp()
-            if lane == 0:
-                ptx.mbar_arrive(shared + self.record_empty + 8 * stage)
-                ptx.mbar_arrive(shared + self.coefficient_empty + 8 * stage)
+            tile.warp_arrive(lane, shared + self.record_empty + 8 * stage, shared + self.coefficient_empty + 8 * stage)
             if n > 0:
                 self.tile.store(state, place + offset)
                 ptx.fence_async_shared()

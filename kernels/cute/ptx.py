@@ -111,6 +111,13 @@ def reciprocal(x, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def divide(x, y, *, loc=None, ip=None):
+    """x / y, at most 2 ulp off: what Triton's division is."""
+    operands = [Float32(v).ir_value(loc=loc, ip=ip) for v in (x, y)]
+    return Float32(_asm(T.f32(), operands, "div.full.f32 $0, $1, $2;", "=f,f,f", loc, ip))
+
+
+@dsl_user_op
 def rsqrt(x, *, loc=None, ip=None):
     """1 / sqrt(x), at most 2 ulp off."""
     raw = Float32(x).ir_value(loc=loc, ip=ip)

@@ -49,7 +49,7 @@ _REGISTERS = (232, 104, 104, 72)  # their sum, times 128 threads, is the registe
 
 
 class VerifyF32(VerifyRoles):
-    """The kernel for one (heads, Q, dtypes, programmatic, split)."""
+    """The kernel for one (heads, Q, dtypes, width of a fused convolution, split)."""
 
     @cute.jit
     def __call__(
@@ -60,24 +60,39 @@ class VerifyF32(VerifyRoles):
         layer_strides,  # checkpoint slot, correction row, key_gate row: bytes
         indices,  # state_indices, record_rows (or 0), query_start_loc, pending (or 0), error counter: addresses, int32
         index_strides,  # the first four, elements
-        limits,  # slots, record rows, batch, T, grid
+        conv,  # state, weight, bias (or 0): addresses; slot, dim, column, weight dim and weight tap stride: bytes
+        limits,  # slots, record rows, batch, T
+        flags,  # early, raw_beta is FP32, the convolution state keeps the history
+        launch,  # grid, programmatic
         lower_bound: Float32,
         stream,
     ):
         self.kernel(
-            tokens, token_strides, layer, layer_strides, indices, index_strides, limits[:4], lower_bound
+            tokens, token_strides, layer, layer_strides, indices, index_strides, conv, limits, flags, lower_bound
         ).launch(
-            grid=[limits[4], 1, 1],
+            grid=[launch[0], 1, 1],
             block=[THREADS, 1, 1],
             smem=self.shared_bytes,
             min_blocks_per_mp=1,
-            use_pdl=self.programmatic,
+            use_pdl=launch[1],
             cluster=[self.split, 1, 1] if self.split > 1 else None,
             stream=stream,
         )
 
     @cute.kernel
-    def kernel(self, tokens, token_strides, layer, layer_strides, indices, index_strides, limits, lower_bound: Float32):
+    def kernel(
+        self,
+        tokens,
+        token_strides,
+        layer,
+        layer_strides,
+        indices,
+        index_strides,
+        conv,
+        limits,
+        flags,
+        lower_bound: Float32,
+    ):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread >> 5)
         lane = thread & 31
@@ -86,6 +101,11 @@ class VerifyF32(VerifyRoles):
             for at, count in self._barriers:
                 ptx.mbar_init(shared + at, count)
             ptx.mbar_init_fence()
+        early, wide_beta, keeps_history = flags
+        conv = (*conv, keeps_history)
+        if early == 0:
+            # Nothing of global memory has been read so far.
+            cute.arch.griddepcontrol_wait()
         cute.arch.sync_threads()
         block, _, _ = cute.arch.block_idx()
         share = Int32(0)
@@ -95,39 +115,43 @@ class VerifyF32(VerifyRoles):
             cute.arch.cluster_arrive()
             cute.arch.cluster_wait()
         parameters = (layer[3], layer[4], lower_bound)
+        step = (indices, index_strides, limits)
         group = warp >> 2
         if group == 0:
             cute.arch.setmaxregister_increase(_REGISTERS[0])
             self.project(shared, warp, lane, share)
         elif group == 1:
             cute.arch.setmaxregister_decrease(_REGISTERS[1])
-            self.prepare_window(shared, thread - 128, warp - 4, lane, share, parameters)
+            self.prepare_window(shared, thread - 128, warp - 4, lane, share, parameters, conv)
         elif group == 2:
             cute.arch.setmaxregister_decrease(_REGISTERS[2])
             i = Int32(0)
             n = self.prepare_replay(shared, i, thread - 256, warp - 8, lane, parameters)
             while n >= 0:
                 n = self.prepare_replay(shared, i + 1, thread - 256, warp - 8, lane, parameters)
-                self.solve(shared, i, thread - 256, warp - 8, lane, share, token_strides[5])
+                self.solve(
+                    shared, i, thread - 256, warp - 8, lane, share, token_strides[4], token_strides[5], wide_beta, conv
+                )
                 i += 1
         else:
             cute.arch.setmaxregister_decrease(_REGISTERS[3])
             if warp == 12:
-                self.load_states(shared, lane, share, layer, layer_strides, indices, index_strides, limits)
+                self.load_states(shared, lane, share, layer, layer_strides, step)
             elif warp == 13:
                 self.load_inputs(
-                    shared, lane, share, tokens, token_strides, layer, layer_strides, indices, index_strides, limits
+                    shared, lane, share, tokens, token_strides, layer, layer_strides, step, conv, wide_beta
                 )
             elif warp == 14:
                 cute.arch.griddepcontrol_wait()
                 cute.arch.griddepcontrol_launch_dependents()
-                self.write_zeros(lane, tokens[5], token_strides[5], indices, index_strides, limits)
+                self.write_zeros(lane, tokens[5], token_strides[5], step)
             else:
                 self.write_back(shared, lane)
 
     @cute.jit
-    def row_facts(self, b: Int32, indices, index_strides, limits):
+    def row_facts(self, b: Int32, step):
         """slot (0: null), record row (-1: scratch), pending count, first token and one past the last of row b."""
+        indices, index_strides, limits = step
         slots, rows, _, total = limits
         slot = ptx.load_global(indices[0] + Int64(b) * index_strides[0] * 4, Int32)
         slot = ptx.select((slot > 0) & (slot < slots), slot, Int32(0))
@@ -147,13 +171,12 @@ class VerifyF32(VerifyRoles):
         return slot, row, n, first, last
 
     @cute.jit
-    def find_item(self, item: Int32, indices, index_strides, limits):
+    def find_item(self, item: Int32, step):
         """Facts of one (row, head), and whether there is anything to do for it."""
-        _, _, batch, _ = limits
-        inside = item < batch * self.heads
+        inside = item < step[2][2] * self.heads
         item = ptx.select(inside, item, Int32(0))
         h = item % self.heads
-        slot, row, n, first, last = self.row_facts(item // self.heads, indices, index_strides, limits)
+        slot, row, n, first, last = self.row_facts(item // self.heads, step)
         length = cutlass.min(last - first, self.q)
         alive = inside & (slot > 0) & ((n > 0) | (length > 0))
         return alive, h, slot, row, n, first, length
@@ -164,17 +187,15 @@ class VerifyF32(VerifyRoles):
         return layer[0] + Int64(slot) * layer_strides[0] + inner
 
     @cute.jit
-    def load_states(
-        self, shared: Int32, lane: Int32, share: Int32, layer, layer_strides, indices, index_strides, limits
-    ):
+    def load_states(self, shared: Int32, lane: Int32, share: Int32, layer, layer_strides, step):
         """Warp 12: each lane looks at one item; those that found a live one load its state in turn."""
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        step = blocks // self.split
+        stride = blocks // self.split
         i = Int32(0)
         base = Int32(block) // self.split
-        while base < limits[2] * self.heads:
-            alive, h, slot, _, _, _, _ = self.find_item(base + lane * step, indices, index_strides, limits)
+        while base < step[2][2] * self.heads:
+            alive, h, slot, _, _, _, _ = self.find_item(base + lane * stride, step)
             found = cute.arch.vote_ballot_sync(alive)
             while found != 0:
                 if lane == cute.arch.popc((found & (0 - found)) - 1):
@@ -190,7 +211,7 @@ class VerifyF32(VerifyRoles):
                 cute.arch.sync_warp()
                 found = found & (found - 1)
                 i += 1
-            base += 32 * step
+            base += 32 * stride
 
     @cute.jit
     def load_inputs(
@@ -202,18 +223,18 @@ class VerifyF32(VerifyRoles):
         token_strides,
         layer,
         layer_strides,
-        indices,
-        index_strides,
-        limits,
+        step,
+        conv,
+        wide_beta: Int32,
     ):
         """Warp 13: notices, records, and after the wait the tokens of each live item; one lane a token and tensor."""
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
-        step = blocks // self.split
+        stride = blocks // self.split
         i = Int32(0)
         base = Int32(block) // self.split
-        while base < limits[2] * self.heads:
-            alive, h, slot, row, n, first, length = self.find_item(base + lane * step, indices, index_strides, limits)
+        while base < step[2][2] * self.heads:
+            alive, h, slot, row, n, first, length = self.find_item(base + lane * stride, step)
             found = cute.arch.vote_ballot_sync(alive)
             while found != 0:
                 turn = cute.arch.popc((found & (0 - found)) - 1)
@@ -228,9 +249,19 @@ class VerifyF32(VerifyRoles):
                     ptx.store_shared(at + rings.N, n, length, h, first)
                     ptx.store_shared(at + rings.KEY_GATE, record)
                     ptx.store_shared(value_at + rings.N, n, length)
+                    if cutlass.const_expr(self.width > 0):
+                        conv_state = conv[0] + Int64(slot) * conv[3]
+                        ptx.store_shared(value_at + rings.HEAD, h)
+                        for notice in (at, value_at):
+                            ptx.store_shared(notice + rings.CONV, conv_state)
+                            # A dummy row reads a live-looking slot but never writes it.
+                            ptx.store_shared(notice + rings.WRITES, ptx.select(row >= 0, Int32(1), Int32(0)))
                     ptx.store_shared(value_at + rings.CORRECTION, correction)
                     out = tokens[5] + Int64(first) * token_strides[5] + Int64(h) * self.token_bytes
                     ptx.store_shared(value_at + rings.OUT, out)
+                    beta_bytes = ptx.select(wide_beta != 0, Int64(4), Int64(self.size))
+                    beta = tokens[4] + Int64(first) * token_strides[4] + Int64(h) * beta_bytes
+                    ptx.store_shared(value_at + rings.BETA, beta)
                     ptx.store_shared(value_at + rings.STATE, self.state_address(slot, h, share, layer, layer_strides))
                     record_full = shared + self.record_full + 8 * stage
                     correction_full = shared + self.correction_full + 8 * place
@@ -252,7 +283,7 @@ class VerifyF32(VerifyRoles):
                 self.load_tokens(shared, lane, i, tokens, token_strides)
                 found = found & (found - 1)
                 i += 1
-            base += 32 * step
+            base += 32 * stride
         self.wait_free(shared, i)
         if lane == 0:
             place = i - i // rings.VALUES * rings.VALUES
@@ -272,7 +303,7 @@ class VerifyF32(VerifyRoles):
 
     @cute.jit
     def load_tokens(self, shared: Int32, lane: Int32, i: Int32, tokens, token_strides):
-        """q, k, gate and v of item i's tokens, lane = token + 8 * tensor; then their beta."""
+        """q, k, gate and v of item i's tokens: lane = token + 8 * tensor."""
         stage = i & 1
         place = i - i // rings.VALUES * rings.VALUES
         at = shared + self.input_notices + rings.NOTICE_BYTES * stage
@@ -300,46 +331,39 @@ class VerifyF32(VerifyRoles):
         if t < length:
             address = source + Int64(first + t) * stride + Int64(h) * self.token_bytes
             ptx.bulk_load(target + t * self.token_bytes, address, Int32(self.token_bytes), barrier)
-        if lane < length:
-            at_beta = tokens[4] + Int64(first + lane) * token_strides[4] + Int64(h) * (self.beta_dtype.width // 8)
-            beta = ptx.load_global(at_beta, self.beta_dtype).to(Float32)
-            ptx.store_shared(shared + self.betas + 32 * place + 4 * lane, ptx.sigmoid(beta))
-        cute.arch.sync_warp()
-        if lane == 0:
-            ptx.mbar_arrive(value_full)
 
     @cute.jit
-    def write_zeros(self, lane: Int32, out: Int64, out_stride: Int64, indices, index_strides, limits):
+    def write_zeros(self, lane: Int32, out: Int64, out_stride: Int64, step):
         """Warp 14: zeros for null rows, tokens beyond Q of a row, and tokens before the first or past the last row."""
-        _, _, batch, total = limits
+        indices, index_strides, (_, _, batch, total) = step
         block, _, _ = cute.arch.block_idx()
-        step, _, _ = cute.arch.grid_dim()
+        blocks, _, _ = cute.arch.grid_dim()
         b = Int32(block)
         while b < batch:
-            slot, _, _, first, last = self.row_facts(b, indices, index_strides, limits)
+            slot, _, _, first, last = self.row_facts(b, step)
             if lane == 0:
-                self.count_errors(b, indices, index_strides, limits)
+                self.count_errors(b, step)
             token = ptx.select(slot > 0, first + self.q, first)
             while token < last:
                 self.zero_token(lane, out + Int64(token) * out_stride)
                 token += 1
-            b += step
+            b += blocks
         begin = ptx.load_global(indices[2], Int32)
         begin = cutlass.min(cutlass.max(begin, 0), total)
         token = Int32(block)
         while token < begin:
             self.zero_token(lane, out + Int64(token) * out_stride)
-            token += step
+            token += blocks
         end = ptx.load_global(indices[2] + Int64(batch) * index_strides[2] * 4, Int32)
         token = cutlass.min(cutlass.max(end, 0), total) + block
         while token < total:
             self.zero_token(lane, out + Int64(token) * out_stride)
-            token += step
+            token += blocks
 
     @cute.jit
-    def count_errors(self, b: Int32, indices, index_strides, limits):
+    def count_errors(self, b: Int32, step):
         """Count what row b's values had wrong, once a launch."""
-        slots, rows, _, total = limits
+        indices, index_strides, (slots, rows, _, total) = step
         slot = ptx.load_global(indices[0] + Int64(b) * index_strides[0] * 4, Int32)
         self.count(indices[4], b, ErrorKind.SLOT, slot >= slots)
         row = b

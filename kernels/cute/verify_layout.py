@@ -16,8 +16,10 @@ PARTIAL = 9  # floats in a padded row of partial couplings
 NOTICE_BYTES = 64
 # Byte offsets in the notice of the raw inputs ...
 N, LENGTH, HEAD, FIRST, KEY_GATE = 0, 4, 8, 12, 16
-# ... and in the notice of u and v.
-CORRECTION, OUT, STATE = 16, 24, 32
+# ... in the notice of u and v ...
+CORRECTION, OUT, STATE, BETA = 16, 24, 32, 40
+# ... and in both: the slot's convolution state, and whether the row may write it.
+CONV, WRITES = 48, 56
 
 
 def swizzled(row, channel_byte):
@@ -28,10 +30,11 @@ def swizzled(row, channel_byte):
 class VerifyLayout:
     """Static facts of one variant: sizes, and where everything lies in shared memory."""
 
-    def __init__(self, heads, q, dtype, beta_dtype, a_log_dtype, dt_bias_dtype, programmatic, split):
+    def __init__(self, heads, q, dtype, a_log_dtype, dt_bias_dtype, width, split):
         self.split, self.tile, self.depth = split, tile.Tile(split), 2 * split
-        self.heads, self.q, self.dtype, self.beta_dtype = heads, q, dtype, beta_dtype
-        self.a_log_dtype, self.dt_bias_dtype, self.programmatic = a_log_dtype, dt_bias_dtype, programmatic
+        self.heads, self.q, self.dtype = heads, q, dtype
+        self.a_log_dtype, self.dt_bias_dtype = a_log_dtype, dt_bias_dtype
+        self.width = width  # of the convolution; 0: q, k and v come convolved
         self.size = dtype.width // 8
         self.token_bytes = K * self.size  # one head's q, k, v or gate of a token
         self.key_gate_bytes = 2 * self.token_bytes
@@ -52,22 +55,22 @@ class VerifyLayout:
         self.low = take(STAGES * self.matrix_bytes)
         self.inverse = take(STAGES * self.matrix_bytes // 2)  # k̂_i exp(-L_i); later the partial couplings
         self.couplings = take(STAGES * PROBES * 32)
-        self.betas = take(VALUES * 32)
         self.projections = take(V * PROJECTION_BYTES)
         self.window_norms = take(STAGES * PROBES * 16)
         self.replay_norms = take(STAGES * tile.MAX_Q * 16)
         self.input_notices = take(INPUTS * NOTICE_BYTES)
         self.value_notices = take(VALUES * NOTICE_BYTES)
         self._barriers = []
-        bar = self._barrier
-        self.tile_full, self.tile_folded, self.tile_empty = bar(self.depth, 1), bar(self.depth, 4), bar(self.depth, 1)
-        self.record_full, self.token_full, self.input_empty = bar(INPUTS, 1), bar(INPUTS, 1), bar(INPUTS, 8)
-        self.correction_full, self.value_full = bar(VALUES, 1), bar(VALUES, 2)
-        self.value_empty = bar(VALUES, 9)
-        self.replay_full, self.replay_empty = bar(STAGES, 4), bar(STAGES, 4)
-        self.window_full, self.window_empty = bar(STAGES, 4), bar(STAGES, 8)
-        self.peer_read = bar(STAGES, 1)
-        self.projection_full, self.projection_empty = bar(1, 4), bar(1, 4)
+        bar, warps = self._barrier, tile.ARRIVING_LANES  # arrivals of one lane, or so many of each warp
+        self.tile_full, self.tile_empty = bar(self.depth, 1), bar(self.depth, 1)
+        self.tile_folded = bar(self.depth, 4 * warps)
+        self.record_full, self.token_full, self.input_empty = bar(INPUTS, 1), bar(INPUTS, 1), bar(INPUTS, 8 * warps)
+        self.correction_full, self.value_full = bar(VALUES, 1), bar(VALUES, 1)
+        self.value_empty = bar(VALUES, 9 * warps)
+        self.replay_full, self.replay_empty = bar(STAGES, 4 * warps), bar(STAGES, 4 * warps)
+        self.window_full, self.window_empty = bar(STAGES, 4 * warps), bar(STAGES, 8 * warps)
+        self.peer_read = bar(STAGES, 4)
+        self.projection_full, self.projection_empty = bar(1, 4 * warps), bar(1, 4 * warps)
         self.shared_bytes = self._at
 
     def _take(self, size):

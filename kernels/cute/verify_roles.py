@@ -9,7 +9,6 @@ Shared memory and mbarriers are laid out in verify_layout.py. Numbers behind the
 """
 
 # A test of the trace and a test of the kernel do not melt into one `if`.
-# ruff: noqa: SIM102
 
 import cutlass
 import cutlass.cute as cute
@@ -17,7 +16,10 @@ from cutlass import Float32, Int32, Int64
 
 from . import ptx, tile
 from .tile import K, V
+from .verify_conv import VerifyConv
 from .verify_layout import (
+    BETA,
+    CONV,
     CORRECTION,
     HEAD,
     KEY_GATE,
@@ -30,15 +32,15 @@ from .verify_layout import (
     STAGES,
     STATE,
     VALUES,
+    WRITES,
     N,
-    VerifyLayout,
     swizzled,
 )
 
 _BAR_WINDOW, _BAR_SOLVE = 1, 2
 
 
-class VerifyRoles(VerifyLayout):
+class VerifyRoles(VerifyConv):
     def value_notice(self, shared, i):
         """Wait for item i's notice of u and v; its address, its place and its pending count (-1: no more items)."""
         turn = i // VALUES
@@ -72,16 +74,12 @@ class VerifyRoles(VerifyLayout):
                 self.tile.fold(state, n, replay + self.q * K * 4, replay, corrections)
                 self.tile.store(state, here + offset)
                 ptx.fence_async_shared()
-            cute.arch.sync_warp()
-            if lane == 0:
-                ptx.mbar_arrive(shared + self.tile_folded + 8 * slot)
-                ptx.mbar_arrive(shared + self.replay_empty + 8 * stage)
-                ptx.mbar_arrive(shared + self.value_empty + 8 * place)
+            folded = shared + self.tile_folded + 8 * slot
+            replay_empty = shared + self.replay_empty + 8 * stage
+            tile.warp_arrive(lane, folded, replay_empty, shared + self.value_empty + 8 * place)
             ptx.mbar_wait(shared + self.window_full + 8 * stage, phase)
             self.multiply(state, sums, shared + self.matrix_bytes * stage, gq, tq)
-            cute.arch.sync_warp()
-            if lane == 0:
-                ptx.mbar_arrive(shared + self.window_empty + 8 * stage)
+            tile.warp_arrive(lane, shared + self.window_empty + 8 * stage)
             if i > 0:
                 ptx.mbar_wait(shared + self.projection_empty, (i - 1) & 1)
             for m in cutlass.range_constexpr(self.tile.thread_rows // 2):
@@ -90,9 +88,7 @@ class VerifyRoles(VerifyLayout):
                     for p in cutlass.range_constexpr(2):
                         for e in cutlass.range_constexpr(2):
                             ptx.store_shared(row + (32 * p + 4 * e), sums[8 * m + 4 * p + 2 * r + e])
-            cute.arch.sync_warp()
-            if lane == 0:
-                ptx.mbar_arrive(shared + self.projection_full)
+            tile.warp_arrive(lane, shared + self.projection_full)
             i += 1
             _, place, n = self.value_notice(shared, i)
 
@@ -110,9 +106,8 @@ class VerifyRoles(VerifyLayout):
             slot = i - turn * self.depth
             target = ptx.load_shared(at + STATE, Int64)
             ptx.mbar_wait(shared + self.tile_folded + 8 * slot, turn & 1)
-            cute.arch.sync_warp()
+            tile.warp_arrive(lane, shared + self.value_empty + 8 * place)
             if lane == 0:
-                ptx.mbar_arrive(shared + self.value_empty + 8 * place)
                 if n > 0:
                     self.tile.start_store(target, shared + self.tiles + self.tile.bytes * slot)
                     ptx.bulk_wait_read()
@@ -147,7 +142,7 @@ class VerifyRoles(VerifyLayout):
                 sums[4 * o + e] = d[0][o][e] + d[1][o][e]
 
     @cute.jit
-    def prepare_window(self, shared: Int32, c: Int32, warp: Int32, lane: Int32, share: Int32, parameters):
+    def prepare_window(self, shared: Int32, c: Int32, warp: Int32, lane: Int32, share: Int32, parameters, conv):
         """Warpgroup 1, thread c = channel c: p, r, k̂ exp(-L) of the window, and its raw records."""
         a_logs, dt_biases, lower_bound = parameters
         i = Int32(0)
@@ -157,26 +152,39 @@ class VerifyRoles(VerifyLayout):
             stage = i & 1
             phase = (i >> 1) & 1
             at = shared + self.input_notices + NOTICE_BYTES * stage
-            if cutlass.const_expr(self.split > 1):
-                # This block has its copy of the raw records: the peer may overwrite them.
-                if c == 0:
-                    ptx.mbar_arrive_peer(shared + self.peer_read + 8 * stage, share ^ 1)
             length = ptx.load_shared(at + LENGTH, Int32)
             h = ptx.load_shared(at + HEAD, Int32)
+            if cutlass.const_expr(self.width > 0):
+                conv_state = ptx.load_shared(at + CONV, Int64)
+                channels = [self.channel(kind, h, c) for kind in range(2)]
+                taps = [self.load_taps(conv, conv_state, channel, n) for channel in channels]
+            if cutlass.const_expr(self.split > 1):
+                # This block has its copy of the raw records, and of the history: the peer may overwrite them.
+                cute.arch.sync_warp()
+                if lane == 0:
+                    ptx.mbar_arrive_peer(shared + self.peer_read + 8 * stage, share ^ 1)
             record = ptx.load_shared(at + KEY_GATE, Int64)
             scale = ptx.exp(self.load_parameter(a_logs, h, self.a_log_dtype))
             bias = self.load_parameter(dt_biases, h * K + c, self.dt_bias_dtype)
             # From here on the predecessor's outputs are there: the loader waited before it asked for tokens.
             ptx.mbar_wait(shared + self.token_full + 8 * stage, phase)
             inputs = shared + self.window_bytes * stage
-            raw = [
-                [
-                    ptx.load_shared(inputs + base + c * self.size + t * self.token_bytes, self.dtype)
-                    for t in range(self.q)
-                ]
-                for base in (self.keys, self.queries, self.gates)
-            ]
-            keys, queries, gates = ([x.to(Float32) for x in column] for column in raw)
+            queries, keys, gates = (
+                self.load_column(inputs + base + c * self.size) for base in (self.queries, self.keys, self.gates)
+            )
+            if cutlass.const_expr(self.width > 0):
+                if cutlass.const_expr(self.split > 1):
+                    ptx.mbar_wait_peer(shared + self.peer_read + 8 * stage, phase)
+                writes = ptx.load_shared(at + WRITES, Int32)
+                if (writes != 0) & (share == 0):
+                    self.store_state(conv, conv_state, channels[0], n, length, taps[0][0], queries)
+                    self.store_state(conv, conv_state, channels[1], n, length, taps[1][0], keys)
+                queries = self.convolve(taps[0][0], queries, *taps[0][1:])
+                keys = self.convolve(taps[1][0], keys, *taps[1][1:])
+                # The records keep the keys as the window sees them.
+                for t in cutlass.range_constexpr(self.q):
+                    ptx.store_shared(inputs + self.keys + c * self.size + t * self.token_bytes, keys[t])
+            queries, keys, gates = ([x.to(Float32) for x in column] for column in (queries, keys, gates))
             norms = shared + self.window_norms + PROBES * 16 * stage
             tile.store_norm_partials(keys, norms, warp, lane)
             tile.store_norm_partials(queries, norms + 128, warp, lane)
@@ -185,18 +193,21 @@ class VerifyRoles(VerifyLayout):
                 ptx.mbar_wait(shared + self.window_empty + 8 * stage, phase ^ 1)
             cute.arch.barrier(barrier_id=_BAR_WINDOW, number_of_threads=128)
             self.store_window(shared, stage, norms, keys, queries, forward, backward, c, lane)
-            cute.arch.sync_warp()
-            if lane == 0:
-                ptx.mbar_arrive(shared + self.window_full + 8 * stage)
-            if cutlass.const_expr(self.split > 1):
+            tile.warp_arrive(lane, shared + self.window_full + 8 * stage)
+            if cutlass.const_expr(self.split > 1 and self.width == 0):
                 ptx.mbar_wait_peer(shared + self.peer_read + 8 * stage, phase)
             self.copy_record(inputs, record, c, length, share)
-            cute.arch.sync_warp()
-            if lane == 0:
-                ptx.mbar_arrive(shared + self.input_empty + 8 * stage)
+            if cutlass.const_expr(self.width > 0):
+                # The copy engine fills this place next, after keys that this thread stored there.
+                ptx.fence_async_shared()
+            tile.warp_arrive(lane, shared + self.input_empty + 8 * stage)
             i += 1
             ptx.mbar_wait(shared + self.record_full + 8 * (i & 1), (i >> 1) & 1)
             n = ptx.load_shared(shared + self.input_notices + NOTICE_BYTES * (i & 1) + N, Int32)
+
+    def load_column(self, address):
+        """One channel of the window's tokens, in their dtype."""
+        return [ptx.load_shared(address + t * self.token_bytes, self.dtype) for t in range(self.q)]
 
     def running_products(self, logs):
         """Π exp(g_j) and Π exp(-g_j) over j <= t."""
@@ -270,10 +281,7 @@ class VerifyRoles(VerifyLayout):
                 tile.store_norm_partials(keys, norms, warp, lane)
                 cute.arch.barrier(barrier_id=_BAR_SOLVE, number_of_threads=128)
                 tile.store_replay(keys, decays, norms, out, out + self.q * K * 4, c, lane)
-            cute.arch.sync_warp()
-            if lane == 0:
-                ptx.mbar_arrive(shared + self.input_empty + 8 * stage)
-                ptx.mbar_arrive(shared + self.replay_full + 8 * stage)
+            tile.warp_arrive(lane, shared + self.input_empty + 8 * stage, shared + self.replay_full + 8 * stage)
         return n
 
     def couple(self, shared, stage, warp, gq, tq):
@@ -299,13 +307,26 @@ class VerifyRoles(VerifyLayout):
         return ptx.load_shared(table + 32 * row, count=4) + ptx.load_shared(table + (32 * row + 16), count=4)
 
     @cute.jit
-    def solve(self, shared: Int32, i: Int32, c: Int32, warp: Int32, lane: Int32, share: Int32, out_stride: Int64):
+    def solve(
+        self,
+        shared: Int32,
+        i: Int32,
+        c: Int32,
+        warp: Int32,
+        lane: Int32,
+        share: Int32,
+        beta_stride: Int64,
+        out_stride: Int64,
+        wide_beta: Int32,
+        conv,
+    ):
         """Warpgroup 2, thread c = value channel c: couplings, then u and o of the window, token by token."""
         stage = i & 1
         phase = (i >> 1) & 1
-        at, place, _ = self.value_notice(shared, i)
+        at, place, n = self.value_notice(shared, i)
         turn = i // VALUES
         length = ptx.load_shared(at + LENGTH, Int32)
+        tokens = length
         channel = share * self.tile.rows + c
         if cutlass.const_expr(self.split > 1):
             # The other half of the threads has no row of the tile.
@@ -313,7 +334,25 @@ class VerifyRoles(VerifyLayout):
             channel = ptx.select(c < self.tile.rows, channel, c)
         record = ptx.load_shared(at + CORRECTION, Int64) + Int64(channel * 4)
         out = ptx.load_shared(at + OUT, Int64) + Int64(channel * self.size)
+        values = shared + self.values + self.window_bytes * place + channel * self.size
+        if cutlass.const_expr(self.width > 0):
+            conv_state = ptx.load_shared(at + CONV, Int64)
+            conv_channel = self.channel(2, ptx.load_shared(at + HEAD, Int32), channel)
+            history, taps, bias = self.load_taps(conv, conv_state, conv_channel, n)
         ptx.mbar_wait(shared + self.value_full + 8 * place, turn & 1)
+        if cutlass.const_expr(self.width > 0):
+            v = self.load_column(values)
+            if (ptx.load_shared(at + WRITES, Int32) != 0) & (c < self.tile.rows):
+                self.store_state(conv, conv_state, conv_channel, n, length, history, v)
+            v = self.convolve(history, v, taps, bias)
+        # Lane t fetches β_t behind the wait for v, which came after the predecessor; the couplings hide its latency.
+        beta = Float32(0.0)
+        if lane < tokens:
+            at_beta = ptx.load_shared(at + BETA, Int64) + Int64(lane) * beta_stride
+            if wide_beta != 0:
+                beta = ptx.load_global(at_beta, Float32)
+            else:
+                beta = ptx.load_global(at_beta, self.dtype).to(Float32)
         ptx.mbar_wait(shared + self.window_full + 8 * stage, phase)
         gq, tq = lane >> 2, lane & 3
         parts = self.couple(shared, stage, warp, gq, tq)
@@ -327,15 +366,15 @@ class VerifyRoles(VerifyLayout):
         table = shared + self.couplings + PROBES * 32 * stage
         ptx.store_shared(table + c * 4, shares[0] + shares[1] + shares[2] + shares[3])
         cute.arch.barrier(barrier_id=_BAR_SOLVE, number_of_threads=128)
-        window = shared + self.values + self.window_bytes * place + channel * self.size
-        v = [ptx.load_shared(window + t * self.token_bytes, self.dtype).to(Float32) for t in range(self.q)]
+        if cutlass.const_expr(self.width == 0):
+            v = self.load_column(values)
+        v = [x.to(Float32) for x in v]
         ptx.mbar_wait(shared + self.projection_full, i & 1)
         row = shared + self.projections + c * PROJECTION_BYTES
         from_p = [ptx.load_shared(row + 4 * t) for t in range(self.q)]
         from_r = [ptx.load_shared(row + 32 + 4 * t) for t in range(self.q)]
-        cute.arch.sync_warp()
-        if lane == 0:
-            ptx.mbar_arrive(shared + self.projection_empty)
+        tile.warp_arrive(lane, shared + self.projection_empty)
+        beta = ptx.sigmoid(beta)
         u = []
         for t in cutlass.range_constexpr(self.q):
             # u_t = β_t (v_t - S_0 p_t - Σ_{i<t} c_ti u_i)
@@ -343,7 +382,7 @@ class VerifyRoles(VerifyLayout):
             weights = self.load_couplings(table, t)
             for j in cutlass.range_constexpr(t):
                 x = ptx.fma(-weights[j], u[j], x)
-            u.append(ptx.load_shared(shared + self.betas + 32 * place + 4 * t) * x)
+            u.append(cute.arch.shuffle_sync(beta, t) * x)
             if t < length:
                 ptx.store_global(record + t * (V * 4), u[t])
         for t in cutlass.range_constexpr(self.q):
@@ -354,7 +393,4 @@ class VerifyRoles(VerifyLayout):
                 y = ptx.fma(weights[j], u[j], y)
             if t < length:
                 ptx.store_global(out + Int64(t) * out_stride, y.to(self.dtype))
-        cute.arch.sync_warp()
-        if lane == 0:
-            ptx.mbar_arrive(shared + self.value_empty + 8 * place)
-            ptx.mbar_arrive(shared + self.window_empty + 8 * stage)
+        tile.warp_arrive(lane, shared + self.value_empty + 8 * place, shared + self.window_empty + 8 * stage)

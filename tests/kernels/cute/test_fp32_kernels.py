@@ -7,6 +7,8 @@ import pytest
 import torch
 from fp32_steps import int32, relative
 
+from graphrt.errors import NUM_KINDS
+
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
 # Relative norm; design section 2 promises 2e-6 or twice the error of the FP32 token-by-token form.
@@ -23,13 +25,24 @@ def kernels():
 
 
 def run_verify(
-    deferred, case, tokens, loc, slots, rows=None, pending=None, q=8, programmatic=False, errors=None, split=None
+    deferred,
+    case,
+    tokens,
+    loc,
+    slots,
+    rows=None,
+    pending=None,
+    q=8,
+    programmatic=None,
+    errors=None,
+    split=None,
+    conv=None,
 ):
-    errors = torch.zeros(10, dtype=torch.int32, device="cuda") if errors is None else errors
+    errors = torch.zeros(2 * NUM_KINDS, dtype=torch.int32, device="cuda") if errors is None else errors
     deferred.deferred_verify_f32(
         tokens.q, tokens.k, tokens.v, tokens.raw_g, tokens.raw_beta, case.a_log, case.dt_bias, steps.LOWER_BOUND,
         case.state, case.records, loc, slots, q, tokens.out, errors,
-        record_rows=rows, pending=pending, programmatic=programmatic, split=split,
+        record_rows=rows, pending=pending, programmatic=programmatic, split=split, conv=conv,
     )  # fmt: skip
     return errors
 
@@ -101,6 +114,45 @@ def test_many_items_a_block(kernels, split, heads, batch):
         )
         check_verify(case, before, tokens, loc, slots, rows, pending, q, torch.bfloat16)
         assert not errors.any()
+
+
+@pytest.mark.parametrize("heads, batch", [(12, 40), (5, 7)])
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("keeps", [True, False], ids=["hist+Q", "hist+Q-1"])
+def test_convolution_inside_has_the_bits_of_a_launch_before(kernels, split, heads, batch, dtype, keeps):
+    """Rings turn many times; ragged rows, with pending 0 to Q; state and outputs as by the Triton convolution first."""
+    from graphrt.kernels.conv import conv_verify
+    from graphrt.steps import Convolution, Rows
+
+    q, width, deferred = 8, 4, kernels[1]
+    lengths = [(5 * b + 3) % (q + 1) for b in range(batch)]
+    loc = [sum(lengths[:b]) for b in range(batch + 1)]
+    case = steps.make_case(batch + 1, batch, heads, q, dtype)
+    dim, columns = 3 * heads * steps.K, width - 1 + q - (not keeps)
+    state = torch.randn(batch + 1, dim, columns, device="cuda").to(dtype)
+    if not keeps:
+        state = state.transpose(1, 2).contiguous().transpose(1, 2)
+    weight, bias = torch.randn(dim, width, device="cuda").to(dtype), torch.randn(dim, device="cuda").to(dtype)
+    tokens = steps.make_tokens(loc[-1] + 3, heads, dtype)
+    x = torch.randn(loc[-1] + 3, dim, device="cuda").to(dtype)
+    tokens.raw_beta = tokens.raw_beta.float() if keeps else tokens.raw_beta
+    slots, rows = int32(list(range(batch, 0, -1))), int32([-1 if b == 3 else b for b in range(batch)])
+    pending = int32([(r * 5 + 1) % (q + 1) for r in range(batch)])
+    mine, mixed, conv_state = case.clone(), torch.empty_like(x), state.clone()
+    errors = torch.zeros(2 * NUM_KINDS, dtype=torch.int32, device="cuda")
+    conv_verify(x, conv_state, weight, bias, Rows(int32(loc), slots, rows, pending, q), keeps, batch, mixed, errors)
+    tokens.q, tokens.k, tokens.v = mixed[None].unflatten(-1, (3, heads, steps.K)).unbind(2)
+    run_verify(deferred, case, tokens, int32(loc), slots, rows, pending, q, split=split)
+    want = tokens.out.clone()
+    tokens.out.fill_(float("nan"))
+    tokens.q, tokens.k, tokens.v = x[None].unflatten(-1, (3, heads, steps.K)).unbind(2)
+    conv = Convolution(state, weight, bias, keeps)
+    run_verify(deferred, mine, tokens, int32(loc), slots, rows, pending, q, split=split, conv=conv)
+    assert torch.equal(state, conv_state)
+    assert torch.equal(mine.key_gate, case.key_gate)
+    assert torch.equal(mine.state, case.state) and torch.equal(mine.correction, case.correction)
+    assert torch.equal(tokens.out, want)
 
 
 @pytest.mark.parametrize("splits", [(1, 1), (1, 2), (2, 1)], ids=str)
@@ -234,11 +286,10 @@ def test_programmatic_chain_in_a_graph_has_the_same_bits(kernels, split, batch):
     for one, two in pairwise(tokens):
         two.v = one.out  # each layer's values are what the layer before has just written
 
-    errors = torch.zeros(10, dtype=torch.int32, device="cuda")
+    errors = torch.zeros(2 * NUM_KINDS, dtype=torch.int32, device="cuda")
 
     def step(mine, programmatic):
         for l in range(layers):
-            chained = programmatic and l > 0
             run_verify(
                 kernels[1],
                 mine[l],
@@ -247,7 +298,7 @@ def test_programmatic_chain_in_a_graph_has_the_same_bits(kernels, split, batch):
                 slots,
                 rows,
                 pending,
-                programmatic=chained,
+                programmatic=programmatic,
                 errors=errors,
                 split=split,
             )

@@ -1,0 +1,121 @@
+"""Which verify may start reading before its predecessor has ended (programmatic dependent launch).
+
+Every verify is launched with the attribute and lets its successors start after its own wait, so what it reads before
+that wait must be complete by then. Reading early is right in one case only, and known for certain only while a graph
+is captured: the one launch this verify depends on is another verify of ours, which touches nothing that this one
+reads or writes early. That predecessor has waited for everything before it before it let anybody start, so whatever
+this verify reads early was written at least two launches ago. In all other cases (a user's kernel, staging, a commit,
+a flush or a copy just before, the same layer twice, eager launches, whose predecessor nobody knows) the kernel waits
+before its first read, and only its launch overlaps.
+"""
+
+import ctypes
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Span(NamedTuple):
+    """Memory of a tensor: `count` pieces of `size` bytes, `stride` bytes apart from `start` on."""
+
+    start: int
+    stride: int
+    count: int
+    size: int
+
+    @classmethod
+    def of(cls, t: Tensor, dim: int = 0, before: int = 0) -> "Span":
+        """Of `t`, a piece an index of `dim`, with `before` more in front (a scratch row)."""
+        rest = sum((n - 1) * s for i, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True)) if i != dim)
+        item = t.element_size()
+        stride = t.stride(dim) * item
+        count = t.shape[dim] + before if t.numel() else 0
+        return cls(t.data_ptr() - before * stride, stride, count, (rest + 1) * item)
+
+    @property
+    def end(self) -> int:
+        return self.start + max(self.count - 1, 0) * self.stride + self.size
+
+    def meets(self, other: "Span") -> bool:
+        """Whether the two may share a byte; pieces of one pool that alternate with the other's do not."""
+        if not (self.count and other.count and self.start < other.end and other.start < self.end):
+            return False
+        if self.stride != other.stride or self.stride == 0:
+            return True
+        ahead = (other.start - self.start) % self.stride
+        return not (self.size <= ahead and ahead + other.size <= self.stride)
+
+
+class Touched(NamedTuple):
+    """Memory of one verify, by when and how."""
+
+    early: tuple[Span, ...]
+    """Read before its wait; the first, the checkpoint, is written then as well."""
+    late: tuple[Span, ...]
+    """Read after it."""
+    written: tuple[Span, ...]
+
+    def conflicts(self, before: "Touched") -> bool:
+        """Whether this verify may not start early behind `before`."""
+        return _meet(self.early, before.written) or _meet(self.early[:1], before.early + before.late)
+
+
+def _meet(some: Iterable[Span], others: Iterable[Span]) -> bool:
+    return any(a.meets(b) for a in some for b in others)
+
+
+class Position(NamedTuple):
+    """Where a capturing stream stands: its capture, and the one node that the next launch depends on."""
+
+    capture: int
+    node: int
+
+
+_last: tuple[Position, Touched] | None = None
+
+
+def may_start_early(stream: int, touched: Touched) -> bool:
+    """Whether a verify launched next on the capturing `stream` may read before its wait."""
+    if _last is None or position(stream) != _last[0]:
+        return False
+    return not touched.conflicts(_last[1])
+
+
+def launched(stream: int, touched: Touched) -> None:
+    """Note that a verify is now the last launch of the capturing `stream`."""
+    global _last
+    here = position(stream)
+    _last = None if here is None else (here, touched)
+
+
+class _EdgeData(ctypes.Structure):
+    """CUgraphEdgeData."""
+
+    _fields_ = (
+        ("from_port", ctypes.c_ubyte),
+        ("to_port", ctypes.c_ubyte),
+        ("type", ctypes.c_ubyte),
+        ("reserved", ctypes.c_ubyte * 5),
+    )
+
+
+@functools.cache
+def _query() -> "ctypes._NamedFuncPointer | None":
+    """The driver's question with the kinds of edges in its answer, which drivers before CUDA 12.3 do not have."""
+    return getattr(ctypes.CDLL("libcuda.so.1"), "cuStreamGetCaptureInfo_v3", None)
+
+
+def position(stream: int) -> Position | None:
+    """Where `stream` stands in its capture; None outside of one, and where not exactly one plain edge leads on."""
+    query = _query()
+    if query is None:
+        return None
+    status, capture, count = ctypes.c_int(0), ctypes.c_uint64(0), ctypes.c_size_t(0)
+    nodes, edges = ctypes.POINTER(ctypes.c_void_p)(), ctypes.POINTER(_EdgeData)()
+    answer = (ctypes.byref(x) for x in (status, capture, ctypes.c_void_p(), nodes, edges, count))
+    failed = query(ctypes.c_void_p(stream), *answer)
+    if failed or status.value != 1 or count.value != 1 or (edges and edges[0].type):
+        return None
+    return Position(capture.value, nodes[0] or 0)

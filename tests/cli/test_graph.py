@@ -1,0 +1,62 @@
+"""`graphrt graph`: the chain of a recorded step."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from graphrt.cli import app
+from graphrt.cli.graph import Run, folded
+
+SMALL = ["--device", "cpu", "-H", "1", "--head-dim", "16", "-Q", "2", "-B", "2"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["graph", *SMALL, *arguments])
+
+
+def test_the_chain_shows_each_layer_once_and_how_often():
+    """Three layers are one section of two launches, three times."""
+    result = run("-L", "3")
+    assert result.exit_code == 0, result.output
+    rows = [line.split("│")[1:-1] for line in result.stdout.splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in row][:4] for row in rows] == [
+        ["0", "", "stage", "graphrt.stage"],
+        ["1", "x 3", "verify", "graphrt.conv_verify"],
+        ["2", "x 3", "verify", "graphrt.deferred_verify"],
+        ["7", "", "commit", "graphrt.commit"],
+        ["8", "", "stage", "graphrt.advance"],
+    ]
+    assert "longest chain 9" in result.stdout
+
+
+def test_json_and_dot_hold_every_node(tmp_path):
+    """Both files are whole, and JSON on standard output is nothing but JSON."""
+    nodes = json.loads(run("-L", "2", "--json", "-", "--dot", str(tmp_path / "step.dot")).stdout)["nodes"]
+    assert len(nodes) == 7 and [node["index"] for node in nodes] == list(range(7))
+    text = (tmp_path / "step.dot").read_text()
+    assert text.startswith("digraph") and text.count("->") == 6
+    assert run("-L", "2", "--dot", "-").stdout == text
+
+
+def test_a_size_that_does_not_fit_is_one_sentence():
+    """The layer's own message, without a traceback."""
+    result = run("--head-dim", "24")
+    assert result.exit_code == 2 and "power of two" in result.output and "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("names", "runs"),
+    [
+        ("", []),
+        ("a", [Run(0, 1, 1)]),
+        ("sababababc", [Run(0, 1, 1), Run(1, 2, 4), Run(9, 1, 1)]),
+        ("aaab", [Run(0, 1, 3), Run(3, 1, 1)]),
+        ("xabcabcx", [Run(0, 1, 1), Run(1, 3, 2), Run(7, 1, 1)]),
+    ],
+)
+def test_repeated_nodes_fold_into_runs(names, runs):
+    """Every node is in exactly one run."""
+    found = folded(list(names))
+    assert found == runs
+    assert "".join(names[r.start : r.start + r.length] * r.times for r in found) == names

@@ -1,0 +1,67 @@
+"""`graphrt profile`: a loop, a trace with lanes, and command lines that can be pasted."""
+
+import json
+import shlex
+
+import pytest
+from typer.testing import CliRunner
+
+from graphrt.cli import app
+from graphrt.trace import load_trace
+
+SMALL = ["--device", "cpu", "-L", "2", "-H", "1", "--head-dim", "16", "-Q", "2", "-B", "2", "--steps", "2"]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, ["profile", *SMALL, *arguments])
+
+
+def test_the_commands_profile_the_same_invocation():
+    """Node tracing, the capture range, the NVTX filter and the clocks are there, then exactly what was run."""
+    result = json.loads(run("--commit", "eager", "--json", "-").stdout)
+    same = ["graphrt", "profile", "--layers", "2", "--heads", "1", "--head-dim", "16", "--query-len", "2"]
+    same += ["--batch", "2", "--commit", "eager", "--steps", "2", "--device", "cpu"]
+    lines = {name: shlex.split(text) for name, text in result["commands"].items()}
+    for name in ("timeline", "timeline, by NVTX range", "counters of each kernel"):
+        assert lines[name][-len(same) :] == same
+    assert {"--cuda-graph-trace=node", "--capture-range=cudaProfilerApi"} <= set(lines["timeline"])
+    assert "--nvtx-capture=graphrt.profile@graphrt" in lines["timeline, by NVTX range"]
+    counters = set(lines["counters of each kernel"])
+    assert {"--nvtx-include=graphrt@graphrt.profile/", "--clock-control=none", "--graph-profiling=node"} <= counters
+    assert result["us_per_step"] > 0 and result["commit"].startswith("eager")
+
+
+def test_a_command_line_is_one_line():
+    """However narrow the terminal is, what is to be pasted does not break."""
+    lines = run().stdout.splitlines()
+    assert sum(line.startswith("  nsys profile") and line.endswith("--device cpu") for line in lines) == 2
+
+
+def test_the_trace_has_a_lane_for_each_phase(tmp_path):
+    """Two steps of two layers: their launches are in the lanes of their phases, besides the profiler's own events."""
+    target = tmp_path / "trace.json"
+    result = run("--torch", str(target))
+    assert result.exit_code == 0, result.output
+    events = load_trace(target)["traceEvents"]
+    (process,) = [e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "graphrt by phase"]
+    mine = [e for e in events if e.get("pid") == process]
+    lanes = {e["tid"]: e["args"]["name"] for e in mine if e["name"] == "thread_name"}
+    found = [(lanes[e["tid"]], e["name"]) for e in mine if e["ph"] == "X"]
+    assert found.count(("verify", "graphrt.deferred_verify")) == 4
+    assert found.count(("commit", "graphrt.commit")) == 2 and found.count(("stage", "graphrt.advance")) == 2
+    assert len(events) > len(mine)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--accepted", "3"], "0 to 2 tokens"),
+        (["--torch", "/nowhere/t.json"], "cannot write"),
+        (["--backend", "cuda"], "fp32_deferred"),
+    ],
+)
+def test_a_bad_value_is_one_sentence(arguments, why):
+    """Exit status 2, no traceback."""
+    result = run(*arguments)
+    assert result.exit_code == 2 and "Traceback" not in result.output
+    assert why in " ".join(result.output.replace("│", " ").split())

@@ -1,0 +1,138 @@
+"""When a verify may read before its predecessor has ended, and that its code keeps to it (B58, B59, B60)."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from graphrt.kernels.cute import order
+from graphrt.kernels.cute.order import Position, Span, Touched
+
+
+def layer(base, inputs=10**6, out=2 * 10**6):
+    """A verify of the layer whose memory starts at `base`: checkpoint, records and pending; tokens in, tokens out."""
+    state, records, pending = Span(base, 100, 8, 100), Span(base + 1000, 10, 8, 10), Span(base + 2000, 4, 8, 4)
+    return Touched((state, records, pending), (Span(inputs, 50, 8, 50),), (state, records, Span(out, 50, 8, 50)))
+
+
+def test_another_layers_verify_may_overlap():
+    """Layers with memory of their own that share tokens, outputs and pending do not conflict."""
+    shared = Span(99, 4, 8, 4)
+    one, two = (layer(base)._replace(early=(*layer(base).early, shared)) for base in (10_000, 20_000))
+    assert not two.conflicts(one)
+
+
+def test_the_same_layers_verify_may_not_overlap():
+    """Two verifies of one layer without a commit between: the second reads what the first writes."""
+    assert layer(10_000).conflicts(layer(10_000))
+
+
+@pytest.mark.parametrize("where", range(3), ids=["checkpoint", "records", "pending"])
+def test_whatever_the_predecessor_writes_is_not_read_early(where):
+    """Outputs of the layer before that lie over this layer's early reads."""
+    mine = layer(10_000)
+    assert mine.conflicts(layer(20_000, out=mine.early[where].start + 30))
+
+
+def test_a_checkpoint_that_the_predecessor_reads_is_not_written_early():
+    """The folded state goes back before the wait: not over the tokens of the verify before."""
+    mine = layer(10_000)
+    assert mine.conflicts(layer(20_000, inputs=mine.early[0].start))
+    assert not mine.conflicts(layer(20_000, inputs=mine.early[2].start)), "reading what is only read is no conflict"
+
+
+def test_pools_whose_layers_alternate_do_not_meet():
+    """Pages of two layers in turn in one allocation are apart; a byte more and they are not."""
+    page = Span(0, 100, 8, 40)
+    assert not page.meets(Span(40, 100, 8, 60)) and not Span(40, 100, 8, 60).meets(page)
+    assert page.meets(Span(40, 100, 8, 61)) and page.meets(Span(39, 100, 8, 60))
+    assert page.meets(Span(40, 90, 8, 40)), "other strides meet somewhere"
+    assert not page.meets(Span(40, 100, 0, 60)), "nothing is not met"
+
+
+def test_a_tensors_span_covers_what_it_may_touch():
+    """Strided views, and a scratch row in front."""
+    records = torch.zeros(6, 3, 4)[1:]
+    span = Span.of(records, 0, 1)
+    assert (span.start, span.end) == (records.data_ptr() - 48, records.data_ptr() + 240)
+    tokens = torch.zeros(1, 5, 2, 8)[..., :4]
+    assert Span.of(tokens, 1) == (tokens.data_ptr(), 64, 5, 48)
+
+
+def test_only_a_known_sole_predecessor_allows_early_reads(monkeypatch):
+    """Another node, another capture, no capture, or several predecessors: the kernel waits first."""
+    mine, before = layer(10_000), layer(20_000)
+    here = Position(capture=7, node=1234)
+    monkeypatch.setattr(order, "_last", (here, before))
+    for position, early in (
+        (here, True),
+        (here._replace(node=5), False),
+        (here._replace(capture=8), False),
+        (None, False),
+    ):
+        monkeypatch.setattr(order, "position", lambda stream, position=position: position)
+        assert order.may_start_early(1, mine) is early, position
+    order.launched(1, mine)
+    monkeypatch.setattr(order, "position", lambda stream: here)
+    assert not order.may_start_early(1, mine), "the last launch was outside a capture"
+
+
+def test_below_hopper_nothing_is_launched_programmatically(monkeypatch):
+    """B60: without the wait instruction there is no attribute either, for the kernels do not run there at all."""
+    commit = pytest.importorskip("graphrt.kernels.cute.commit")
+    from graphrt.backends import Facts
+
+    facts = Facts(torch.device("cuda:0"), torch.float32, 128, True, -5.0, 8, torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    assert not commit.support_of(facts) and "9.0" in commit.support_of(facts).reason
+
+
+@pytest.fixture(scope="module", params=[0, 4], ids=["plain", "with convolution"])
+def ptx(request, tmp_path_factory):
+    """Instructions of a compiled verify, one a line."""
+    pytest.importorskip("cutlass")
+    from graphrt.kernels.cute import deferred
+
+    folder = tmp_path_factory.mktemp("ptx")
+    fp32 = torch.float32
+    facts = deferred.verify_facts(2, 4, torch.bfloat16, fp32, fp32, request.param, 1 + request.param // 4)
+    deferred.KERNELS.compile(facts, "sm_90a", f"--keep-ptx --dump-dir={folder}")
+    (path,) = Path(folder).glob("*.ptx")
+    lines = (line.split("//")[0].strip() for line in path.read_text().splitlines())
+    return [line for line in lines if line]
+
+
+GLOBAL = re.compile(r"\b(ld\.global|st\.global|ld\.volatile|red\.|atom\.|cp\.async|ld\.[bfus]\d|st\.[bfus]\d)")
+
+
+def places(ptx, what):
+    """Line numbers at which an instruction occurs."""
+    return [i for i, line in enumerate(ptx) if re.search(what, line)]
+
+
+def test_the_wait_stands_before_the_first_access_of_global_memory(ptx):
+    """B58, B60: nothing is read in front of it, and only one branch, on the launch's own flag, leads around it."""
+    wait = places(ptx, r"griddepcontrol\.wait")[0]
+    assert places(ptx, GLOBAL)[0] > wait
+    branch = [line for line in ptx[:wait] if "bra" in line][-1]
+    target = re.search(r"\$\w+", branch).group()
+    assert target + ":" in ptx[wait : wait + 3], "the branch leads behind the wait"
+    condition = re.search(r"%p\d+", branch).group()
+    flag = re.search(r"setp\.\S+\s+\S+, (%r\d+), 0", next(line for line in ptx if f"{condition}," in line)).group(1)
+    assert any(line.startswith("ld.param") and flag in line for line in ptx[:wait]), "the flag is an argument"
+
+
+def test_dependents_are_released_right_after_a_wait(ptx):
+    """B60: one release, and no instruction between it and the wait in front of it."""
+    (release,) = places(ptx, r"griddepcontrol\.launch_dependents")
+    assert ptx[release - 1] == "griddepcontrol.wait;"
+
+
+def test_tokens_are_loaded_behind_the_loaders_wait(ptx):
+    """Of the bulk loads only state (two halves) and records (two) stand in front of the loader's own wait."""
+    waits = places(ptx, r"griddepcontrol\.wait")
+    assert len(waits) == 3
+    loads = places(ptx, r"cp\.async\.bulk\.shared::cluster\.global")
+    assert sum(load < waits[1] for load in loads) == 4
+    assert sum(waits[1] < load < waits[2] for load in loads) == 1 and len(loads) == 5

@@ -1,0 +1,133 @@
+"""The tree keeps its own rules: short files, complete docstrings with shapes, tests whose names read as sentences."""
+
+import ast
+import importlib
+import inspect
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("graphrt", "graphrt.capture", "graphrt.testing")
+PUBLIC = [
+    pytest.param(package, name, id=f"{package}.{name}")
+    for package in PACKAGES
+    for name in importlib.import_module(package).__all__
+]
+
+
+def package_files():
+    """Every Python file that is installed."""
+    return sorted(path for folder in ("graphrt", "kernels", "capture") for path in (ROOT / folder).rglob("*.py"))
+
+
+def files_of_tests():
+    """Every file of tests."""
+    return sorted((ROOT / "tests").rglob("test_*.py"))
+
+
+@cache
+def source_of(module):
+    """Lines and syntax tree of a module."""
+    text = inspect.getsource(module)
+    return text.splitlines(), ast.parse(text)
+
+
+def documented_in_source(module, owner, name):
+    """What stands behind an assignment to `name`: a string below it, or a comment on its line. `owner`: a class."""
+    lines, tree = source_of(module)
+    scopes = [tree] if owner is None else [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == owner]
+    for scope in scopes:
+        for statement, following in zip(scope.body, [*scope.body[1:], None], strict=True):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+            if name not in [target.id for target in targets if isinstance(target, ast.Name)]:
+                continue
+            comment = lines[statement.end_lineno - 1].partition("#")[2]
+            is_text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            return f"{comment} {following.value.value if is_text else ''}".strip()
+    return ""
+
+
+def public_members(cls):
+    """Methods and properties that a class of ours defines in the open."""
+    for name, member in vars(cls).items():
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        if not name.startswith("_") and inspect.isfunction(function):
+            yield name, function, isinstance(member, property)
+
+
+def tensor_parameters(function):
+    """Names of the parameters that take tensors."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if re.search(r"\bTensor\b", str(p.annotation)) and "Mapping" not in str(p)]
+
+
+def test_no_file_of_the_package_is_longer_than_400_lines():
+    """Longer ones hold more than one idea."""
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in package_files()}
+    assert len(lengths) > 50
+    assert {name: n for name, n in lengths.items() if n > 400} == {}
+
+
+@pytest.mark.parametrize(("package", "name"), PUBLIC)
+def test_every_public_name_is_documented(package, name):
+    """Functions, classes and their open methods by a docstring; constants and types by the string behind them."""
+    thing = getattr(importlib.import_module(package), name)
+    if inspect.isclass(thing) or inspect.isfunction(thing):
+        # A dataclass without a docstring gets its signature as one.
+        assert thing.__doc__ and not thing.__doc__.startswith(f"{name}("), f"{name} has no docstring"
+    else:
+        modules = [importlib.import_module(f"graphrt.{part}") for part in ("sentinels", "capture.step")]
+        assert any(documented_in_source(module, None, name) for module in modules), f"{name} is not documented"
+    if inspect.isclass(thing):
+        bare = [member for member, function, _ in public_members(thing) if not function.__doc__]
+        assert bare == [], f"{name}: no docstring on {bare}"
+
+
+@pytest.mark.parametrize(("package", "name"), PUBLIC)
+def test_every_public_tensor_has_its_shape_in_words(package, name):
+    """A docstring names each tensor argument and has shapes in brackets; each tensor field has its shape behind it."""
+    thing = getattr(importlib.import_module(package), name)
+    functions = [(name, thing)] if inspect.isfunction(thing) else []
+    if inspect.isclass(thing):
+        functions += [(f"{name}.{m}", f) for m, f, is_property in public_members(thing) if not is_property]
+        module = importlib.import_module(thing.__module__)
+        for field, annotation in inspect.get_annotations(thing).items():
+            if not field.startswith("_") and re.fullmatch(
+                r"(torch\.)?Tensor( \| None)?|<class 'torch.Tensor'>", str(annotation)
+            ):
+                assert "[" in documented_in_source(module, name, field), f"{name}.{field}: no shape"
+    for label, function in functions:
+        text = inspect.getdoc(function) or ""
+        elsewhere = re.search(r"\b[Aa]s `", text)
+        for parameter in tensor_parameters(function):
+            assert elsewhere or re.search(rf"\b{parameter}\b", text), f"{label}: nothing about {parameter}"
+            assert elsewhere or "[" in text, f"{label}: no shape"
+
+
+def test_names_of_tests_read_as_sentences():
+    """At least three words behind `test_`, all lower case, none twice in a file."""
+    for path in files_of_tests():
+        names = [
+            node.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        ]
+        short = [name for name in names if len(name.split("_")) < 4]
+        assert short == [], f"{path.name}: {short}"
+        assert len(names) == len(set(names)), f"{path.name}: a name stands twice, so one test never runs"
+
+
+def test_nothing_in_the_package_asserts_or_prints():
+    """User errors are raised in words; output belongs to the command line."""
+    for path in package_files():
+        tree = ast.parse(path.read_text())
+        found = [f"assert in line {node.lineno}" for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+        found += [
+            f"print in line {node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+        ]
+        assert found == [], f"{path.relative_to(ROOT)}: {found}"

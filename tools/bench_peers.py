@@ -1,0 +1,476 @@
+"""How long is a decode step of graphrt beside those of its peers, in one run, on the same tensors?
+
+Shape (default): L = 69 layers, H = 12, K = V = 128, bf16 activations shared by the layers (they come from L2, as
+behind a projection), checkpoints, records and convolution states of distinct pages per layer, random data. A figure
+is the median of CUDA graph replays timed with events, short ones several in a row; the graphs of one point take turns.
+
+A step is the verify of every layer and one commit of `accepted` tokens a request:
+
+- graphrt BACKEND deferred: deferred verifies that replay `accepted` records, and the commit that counts them.
+- graphrt BACKEND eager: stock verifies, and the commit that folds.
+- vllm: its Triton verifies and its Triton commit; with BF16 checkpoints also its CuTe commit.
+- fla: fla-core's fused recurrence, one stored state per token; accepting is choosing a state.
+- ... commit: the commit alone. ... + conv: the step with the short convolution of every layer in front.
+
+The commits of vllm and of an eager step compact the convolution history too; a deferred step does that in its
+convolution, so compare those by their "+ conv" rows.
+
+floor: the bytes a deferred step must move (state in and out, accepted + Q records, Q tokens) over the in-place rate of
+the card, measured first; for a commit alone the state in and out. to_peer: how many times faster than vllm's step (or
+commit) with checkpoints of the same dtype. bytes: of checkpoints and of records, per request.
+
+    python tools/bench_peers.py [--vllm WHEEL] [--fla WHEEL] [--csv PATH] [--json PATH]
+    python tools/bench_peers.py --read CSV --plot PNG
+"""
+
+import argparse
+import csv
+import importlib
+import json
+import statistics
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import triton
+from peers import peers
+
+import graphrt
+
+KIB = 1024
+BOUND = -5.0
+WIDTH = 4
+MAIN = (8, 4)
+"""Window and accepted count of the points that also get the convolution and the torch backend."""
+
+
+class Model:
+    """Static tensors of L layers for up to `batch` requests and one window size."""
+
+    def __init__(self, args, window: int, device: torch.device):
+        batch, h, d, self.window, self.device = max(args.batch), args.heads, args.head_dim, window, device
+        self.layers_count, self.heads, self.dim, self.batch = args.layers, h, d, batch
+
+        def noise(*size: int, dtype: torch.dtype = torch.float32, scale: float = 1.0, shift: float = 0.0):
+            return torch.empty(size, device=device, dtype=dtype).normal_(shift, scale)
+
+        conv_dim, act = 3 * h * d, torch.bfloat16
+        # One pool serves everybody; only fla uses more than one slot of a request.
+        self.pools = {
+            "float32": noise(args.layers, 1 + batch * window, h, d, d),
+            "bfloat16": noise(args.layers, 1 + batch, h, d, d, dtype=act),
+        }
+        convs = noise(args.layers, 1 + batch, conv_dim, WIDTH - 1 + window - 1, dtype=act)
+        records = [graphrt.allocate_records(batch, h, window, d, act, device) for _ in range(args.layers)]
+        for one in records:
+            one.correction.normal_()
+            one.key_gate.normal_()
+        shared = {
+            "A_log": noise(h, scale=0.3), "dt_bias": noise(h * d, scale=0.3), "local_num_heads": h, "head_dim": d,
+            "gate_lower_bound": BOUND, "weight": noise(conv_dim, WIDTH, dtype=act, scale=0.5),
+        }  # fmt: skip
+        self.layers = {
+            name: [
+                SimpleNamespace(**shared, kv_cache=(convs[i], pool[i, : 1 + batch]), recoverssm_records=records[i])
+                for i in range(args.layers)
+            ]
+            for name, pool in self.pools.items()
+        }
+        tokens = batch * window
+        self.x = noise(tokens, conv_dim, dtype=act)
+        self.q, self.k, self.v = (noise(1, tokens, h, d, dtype=act) for _ in range(3))
+        self.raw_g = noise(1, tokens, h, d, dtype=act, scale=1.5, shift=-2.0)
+        self.raw_beta = noise(1, tokens, h, dtype=act)
+        self.out, self.conv_out = torch.empty_like(self.q), torch.empty_like(self.x)
+
+        def counted(count: int, start: int = 0, stride: int = 1):
+            return torch.arange(count, device=device, dtype=torch.int32) * stride + start
+
+        self.loc, self.slots, self.rows = counted(batch + 1, 0, window), counted(batch, 1), counted(batch)
+        self.token_slots = counted(batch * window, 1).view(batch, window)
+        self.pending, self.accepted, self.ones = (torch.ones_like(self.rows) for _ in range(3))
+
+    def accept(self, count: int) -> None:
+        """From now on every request accepts, and has pending, so many tokens."""
+        self.accepted.fill_(count)
+        self.pending.fill_(count)
+
+    def bytes_per_request(self, state: str, states: int = 1, records: bool = True) -> tuple[int, int]:
+        """Of checkpoints and of records, all layers."""
+        pool, first = self.pools[state], self.layers[state][0].recoverssm_records
+        row = sum(t[0].numel() * t.element_size() for t in (first.correction, first.key_gate)) if records else 0
+        return states * pool[:, 0].numel() * pool.element_size(), row * self.layers_count
+
+    def part(self, batch: int) -> SimpleNamespace:
+        """The tensors of a step of `batch` requests: views."""
+        tokens = batch * self.window
+        cut = {name: getattr(self, name)[:, :tokens] for name in ("q", "k", "v", "raw_g", "raw_beta", "out")}
+        cut |= {name: getattr(self, name)[:tokens] for name in ("x", "conv_out")}
+        cut |= {name: getattr(self, name)[:batch] for name in ("slots", "rows", "token_slots", "accepted", "ones")}
+        return SimpleNamespace(**cut, loc=self.loc[: batch + 1], batch=batch)
+
+
+class Step:
+    """A kind of step over a model: `verify(part)` and `commit(part)`; bytes and the number of its layers."""
+
+    peer = None
+    """Name of the step it is compared with."""
+    per_token = False
+
+    def __init__(self, name: str, model: Model, state: str):
+        self.name, self.model, self.state, self.layers = name, model, state, model.layers[state]
+
+    def run(self, part) -> None:
+        self.verify(part)
+        self.commit(part)
+
+    def arguments(self, part, layer, qkv=None) -> tuple:
+        q, k, v = qkv or (part.q, part.k, part.v)
+        gate = (part.raw_g, part.raw_beta, layer.A_log, layer.dt_bias, BOUND, layer.kv_cache[1])
+        return (q, k, v, *gate, layer.recoverssm_records, part.loc, part.slots, self.model.window, part.out)
+
+    def split(self, part) -> tuple:
+        """q, k and v out of the convolution's output."""
+        return tuple(t.view(1, -1, self.model.heads, self.model.dim) for t in part.conv_out.chunk(3, dim=-1))
+
+
+class Ours(Step):
+    """graphrt on one backend."""
+
+    def __init__(self, model: Model, state: str, backend: str, deferred: bool, conv: bool = False, layers: int = 0):
+        kind = f"graphrt {backend} {'deferred' if deferred else 'eager'}{' + conv' if conv else ''}"
+        super().__init__(kind, model, state)
+        self.layers = self.layers[: layers or None]
+        self.deferred, self.conv, self.peer = deferred, conv, f"vllm{' + conv' if conv else ''}"
+        options = {"spec_query_len": model.window, "max_num_reqs": model.batch, "backend": backend}
+        self.context = graphrt.KDADeferredCommitContext.create(self.layers, **options)
+        self.backend = self.context.backend
+
+    def rows(self, part) -> dict:
+        return {"record_rows": part.rows, "pending": self.model.pending} if self.deferred else {}
+
+    def verify(self, part) -> None:
+        call = graphrt.kda_deferred_verify if self.deferred else graphrt.kda_recoverssm_verify
+        rows, qkv = {**self.rows(part), "backend": self.backend}, self.split(part) if self.conv else None
+        for i, layer in enumerate(self.layers):
+            if self.conv:
+                where = (part.loc, part.slots, self.model.window, part.conv_out)
+                graphrt.kda_conv_verify(part.x, layer.kv_cache[0], layer.weight, None, *where, **rows)
+            with self.programmatic(i > 0 and not self.conv):
+                call(*self.arguments(part, layer, qkv), **rows)
+
+    def programmatic(self, enabled: bool):
+        """Behind a verify of its own kind a CuTe verify may start early."""
+        if self.backend != graphrt.FP32_DEFERRED:
+            return nullcontext()
+        return importlib.import_module("graphrt.kernels.cute.deferred").programmatic_launches(enabled)
+
+    def commit(self, part) -> None:
+        self.context.commit(part.accepted, part.slots, part.loc, **self.rows(part))
+
+
+class Vllm(Step):
+    """The engine's Triton verify and one of its commits."""
+
+    def __init__(self, model: Model, state: str, vllm, commit: str, conv: bool = False):
+        super().__init__(f"vllm {commit} commit{' + conv' if conv else ''}", model, state)
+        self.vllm, self.conv = vllm, conv
+        options = {"spec_query_len": model.window, "max_num_reqs": model.batch, "backend": commit}
+        self.context = vllm.context.create(self.layers, **options)
+
+    def verify(self, part) -> None:
+        qkv = self.split(part) if self.conv else None
+        for layer in self.layers:
+            if self.conv:
+                self.vllm.conv_update(
+                    part.x, layer.kv_cache[0], layer.weight, None, activation="silu", conv_state_indices=part.slots,
+                    num_accepted_tokens=part.ones, query_start_loc=part.loc, max_query_len=self.model.window,
+                    out=part.conv_out,
+                )  # fmt: skip
+            self.vllm.verify(*self.arguments(part, layer, qkv))
+
+    def commit(self, part) -> None:
+        self.context.commit(part.accepted, part.slots, part.loc)
+
+
+class PerToken(Step):
+    """fla-core: a state of its own for every token of a window."""
+
+    peer, per_token = "vllm", True
+
+    def __init__(self, model: Model, fla):
+        super().__init__("fla state per token", model, "float32")
+        self.fla = fla
+
+    def verify(self, part) -> None:
+        for layer, pool in zip(self.layers, self.model.pools["float32"], strict=True):
+            self.fla.recurrent(
+                part.q, part.k, part.v, part.raw_g, part.raw_beta, layer.A_log, layer.dt_bias, pool,
+                state_v_first=True, cu_seqlens=part.loc, ssm_state_indices=part.token_slots,
+                num_accepted_tokens=part.accepted, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
+                use_beta_sigmoid_in_kernel=True, lower_bound=BOUND, out=part.out,
+            )  # fmt: skip
+
+    def commit(self, part) -> None:
+        """Nothing: the next verify starts from the state of the last accepted token."""
+
+
+def steps_of(model: Model, vllm, fla, args) -> list[Step]:
+    """The kinds of step at every point, the peer of each dtype first. Torch and the convolution: main points only."""
+    steps: list[Step] = [Vllm(model, "float32", vllm, "triton")]
+    for backend in args.backend:
+        steps += [Ours(model, "float32", backend, deferred) for deferred in (True, False)]
+    steps.append(PerToken(model, fla))
+    if model.device.type == "cuda":
+        vllm.cute_commit()
+        steps.append(Vllm(model, "bfloat16", vllm, "cute"))
+    steps.append(Vllm(model, "bfloat16", vllm, "triton"))
+    steps += [Ours(model, "bfloat16", "triton", deferred) for deferred in (True, False)]
+    if model.window == MAIN[0]:
+        steps.append(Vllm(model, "float32", vllm, "triton", conv=True))
+        steps += [Ours(model, "float32", args.backend[0], deferred, conv=True) for deferred in (True, False)]
+        steps += [Ours(model, "float32", "torch", deferred, layers=2) for deferred in (True, False)]
+    return [step for step in steps if not isinstance(step, Ours) or step.backend in step.name]
+
+
+def agreeing(steps: list[Step], model: Model) -> tuple[list[Step], list[str]]:
+    """The steps whose verify runs and gives the first request the peer's outputs; and why others are left out."""
+    part, outs, left_out = model.part(1), {}, []
+    for step in sorted(steps, key=lambda step: step.per_token):  # fla writes states: last
+        model.accept(1)
+        model.pending.zero_()
+        try:
+            step.verify(part)
+            out = part.out.double()
+        except Exception as error:
+            left_out.append(f"{step.state} {step.name}: {type(error).__name__}: {error}")
+            continue
+        if len(step.layers) < model.layers_count:
+            continue
+        kind = (step.state, getattr(step, "conv", False))
+        want = outs.setdefault(kind, out.clone())
+        error = float((out - want).norm() / want.norm())
+        # The engine's convolution rounds its products to 16 bits; its window shifts with every call.
+        if not error < 1e-2 and not kind[1]:
+            left_out.append(f"{step.state} {step.name}: outputs differ from the peer's by {error:.2g}")
+    bad = {reason.partition(": ")[0] for reason in left_out}
+    return [step for step in steps if f"{step.state} {step.name}" not in bad], left_out
+
+
+def record(run, device: torch.device):
+    """Something to replay; on a CPU, where nothing is measured, the calls themselves."""
+    run()
+    if device.type == "cpu":
+        return run
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def timed(run, device: torch.device, in_a_row: int) -> float:
+    """Seconds of one of several replays in a row: the host's launch of one hides behind the one before."""
+    if device.type == "cpu":
+        begin = time.perf_counter()
+        run()
+        return time.perf_counter() - begin
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(in_a_row):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3 / in_a_row
+
+
+def medians(runs: dict, device: torch.device, repeats: int) -> dict:
+    """Microseconds of each, replayed in turn; the slower ones fewer times."""
+    first = {name: min(timed(run, device, 1) for _ in range(2 if repeats > 1 else 1)) for name, run in runs.items()}
+    times = {name: [] for name in runs}
+    for turn in range(repeats):
+        for name, run in runs.items():
+            if turn < 5 or first[name] < 4e-3:
+                in_a_row = min(20, max(1, round(2e-3 / first[name])))
+                times[name].append(timed(run, device, in_a_row) * 1e6)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def measure(model: Model, steps: list[Step], batch: int, accepted: int, rate: float, repeats: int) -> list[dict]:
+    """The rows of one point."""
+    model.accept(accepted)
+    part, runs, known = model.part(batch), {}, {}
+    main = (model.window, accepted) == MAIN
+    for step in steps:
+        extra = getattr(step, "conv", False) or len(step.layers) < model.layers_count
+        if extra and not main:
+            continue
+        key = (step.state, step.name)
+        runs[key], known[key] = record(lambda step=step: step.run(part), model.device), step
+        if not extra and not step.per_token:
+            key = (step.state, f"{step.name}, commit alone")
+            runs[key], known[key] = record(lambda step=step: step.commit(part), model.device), step
+    found = medians(runs, model.device, repeats)
+    del runs
+    return [row(model, known[key], key, found, batch, accepted, rate) for key in found]
+
+
+def row(model: Model, step: Step, key: tuple, found: dict, batch: int, accepted: int, rate: float) -> dict:
+    """One line of the table."""
+    state, name = key
+    tail = ", commit alone" if name.endswith(", commit alone") else ""
+    element, window = model.pools[state].element_size(), model.window
+    kib = model.dim * model.dim * element * 2 / KIB
+    if not tail:
+        # A record is u in FP32, key and gate in 16 bits; a token is q, k, v, gate and output in 16 bits.
+        kib += (accepted + window) * model.dim * 8 / KIB + window * model.dim * 10 / KIB
+    floor = batch * model.heads * len(step.layers) * kib * KIB / rate * 1e6
+    commit = "cute" if state == "bfloat16" and model.device.type == "cuda" else "triton"
+    conv = " + conv" if getattr(step, "conv", False) else ""
+    peer = found.get((state, f"vllm {commit} commit{conv}{tail}"))
+    deferred_commit = tail and getattr(step, "deferred", False)
+    whole = len(step.layers) == model.layers_count
+    states, records = model.bytes_per_request(state, window if step.per_token else 1, not step.per_token)
+    return {
+        "batch": batch, "window": window, "accepted": accepted, "state": state, "layers": len(step.layers),
+        "what": name, "us": round(found[key], 2), "floor_us": round(floor, 2),
+        # The commit of a deferred step folds nothing, so it has no floor and is no match for a fold.
+        "to_floor": "" if deferred_commit else round(found[key] / floor, 3),
+        "to_peer": round(peer / found[key], 3) if whole and peer and not deferred_commit else "",
+        "state_bytes": states if whole else "", "record_bytes": records if whole else "",
+    }  # fmt: skip
+
+
+def in_place_rate(device: torch.device) -> float:
+    """Bytes a second, read plus written, of an in-place update of 4 GiB."""
+    if device.type == "cpu":
+        return 1e9
+    x = torch.randn(1 << 30, device=device)
+    replay = record(lambda: x.mul_(1.0000001), device)
+    return 2 * x.numel() * 4 / (medians({"": replay}, device, 20)[""] * 1e-6)
+
+
+def show(rows: list[dict]) -> None:
+    head = rows[0]
+    print(f"\nB = {head['batch']}, Q = {head['window']}, accepted {head['accepted']}")
+    for one in rows:
+        columns = f"{one['us']:11.1f} us  {one['to_floor']!s:>7} x floor  {one['to_peer']!s:>7} x vllm"
+        print(f"  {one['state']:9}{one['what']:54}{columns}", flush=True)
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Time over batch, and how many times faster than the peer, at the main point; then by accepted count."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(17, 5))
+
+    def series(what, window, accepted, column):
+        picked = [one for one in rows if (one["what"], one["window"], one["accepted"], one["state"]) == (
+            what, window, accepted, "float32") and one[column] != ""]  # fmt: skip
+        picked.sort(key=lambda one: int(one["batch"]))
+        return [int(one["batch"]) for one in picked], [float(one[column]) for one in picked]
+
+    names = ["vllm triton commit", "fla state per token", "graphrt triton eager", "graphrt triton deferred"]
+    names += ["graphrt fp32_deferred eager", "graphrt fp32_deferred deferred"]
+    for name, style in zip(names, ("s-", "d-", "^--", "v--", "x-", "o-"), strict=True):
+        axes[0].loglog(*series(name, "8", "4", "us"), style, label=name)
+        axes[1].semilogx(*series(name, "8", "4", "to_peer"), style, label=name)
+    axes[0].loglog(*series(names[-1], "8", "4", "floor_us"), "k:", label="floor")
+    for window in ("4", "8"):
+        for accepted in sorted({one["accepted"] for one in rows if one["window"] == window}, key=int):
+            label = f"deferred, Q = {window}, accepted {accepted}"
+            axes[2].semilogx(*series(names[-1], window, accepted, "to_peer"), "o-", label=label)
+    titles = ("µs a step, Q = 8, 4 accepted", "times faster than vllm's step", "the same by window and accepted")
+    for axis, title in zip(axes, titles, strict=True):
+        axis.set_title(title)
+        axis.set_xlabel("requests")
+        axis.legend(fontsize=8)
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+
+
+def write_csv(rows: list[dict], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def points(args) -> list[tuple[int, int, int]]:
+    """(window, accepted, batch), the main ones first: time may run out."""
+    found = []
+    for window in args.window:
+        counts = sorted({1, window // 2, window})
+        found += [(window, accepted, batch) for accepted in counts for batch in args.batch]
+    return sorted(found, key=lambda point: (point[0] != MAIN[0], (point[0], point[1]) != MAIN))
+
+
+def bench(args, device: torch.device, vllm, fla) -> tuple[list[dict], dict]:
+    """All points that the time allows; and facts of the run."""
+    begin, rate, model = time.monotonic(), in_place_rate(device), None
+    rows, missed, left_out = [], [], []
+    for window, accepted, batch in points(args):
+        if time.monotonic() - begin > args.seconds:
+            missed.append((window, accepted, batch))
+            continue
+        if model is None or model.window != window:
+            model = steps = None  # free the old pools before the new ones
+            model = Model(args, window, device)
+            steps, reasons = agreeing(steps_of(model, vllm, fla, args), model)
+            left_out += reasons
+            print("".join(f"\nleft out: {reason}" for reason in reasons))
+        found = measure(model, steps, batch, accepted, rate, args.repeats)
+        rows += found
+        show(found)
+        if args.csv:
+            write_csv(rows, args.csv)
+    if missed:
+        print(f"\nnot measured for want of time (window, accepted, batch): {missed}")
+    wrong = {kind: count for kind, count in graphrt.error_counts(device).items() if count}
+    if wrong:
+        raise RuntimeError(f"device errors were counted: {wrong}")
+    return rows, {"rate": rate, "missed": missed, "left_out": left_out, "seconds": round(time.monotonic() - begin, 1)}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", type=Path, help="wheel; downloaded without it")
+    parser.add_argument("--fla", type=Path, help="wheel; downloaded without it")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
+    parser.add_argument("--window", type=int, nargs="+", default=[8, 4])
+    parser.add_argument("--backend", nargs="+", default=["fp32_deferred", "triton"], help="of graphrt, FP32")
+    parser.add_argument("--layers", type=int, default=69)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no point after so long")
+    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--json", type=Path, help="facts of the run: card, versions, rate")
+    parser.add_argument("--commit", default="", help="of graphrt, for the facts")
+    parser.add_argument("--read", type=Path, help="rows of an earlier run instead of measuring")
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    if args.read:
+        with args.read.open() as file:
+            rows = list(csv.DictReader(file))
+    else:
+        device = torch.device(args.device)
+        with peers(device, args.vllm, args.fla) as (vllm, fla):
+            versions = {"vllm": vllm.version, "fla-core": fla.version, "graphrt": graphrt.__version__}
+            rows, facts = bench(args, device, vllm, fla)
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+        facts |= {"device": name, "torch": torch.__version__, "triton": triton.__version__, **versions}
+        facts |= {"commit": args.commit, "args": vars(args)}
+        print("\n" + json.dumps(facts, default=str))
+        if args.json:
+            args.json.write_text(json.dumps(facts, indent=1, default=str) + "\n")
+    if args.plot:
+        plot([{key: str(value) for key, value in one.items()} for one in rows], args.plot)
+
+
+if __name__ == "__main__":
+    main()
