@@ -44,12 +44,15 @@ def check_kind(name: str, value: object, kind: type) -> None:
 
 def check_device(name: str, device: object) -> torch.device:
     """A device, or its name."""
+    if not isinstance(device, (str, torch.device)):
+        fail(name, "a device, such as 'cpu' or 'cuda'", type(device).__name__)
     try:
-        if isinstance(device, (str, torch.device)):
-            return torch.device(device)
+        place = torch.device(device)
     except RuntimeError:
         fail(name, "a device, such as 'cpu' or 'cuda'", repr(device))
-    fail(name, "a device, such as 'cpu' or 'cuda'", type(device).__name__)
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        fail(name, f"a device of this machine, which has {torch.cuda.device_count()} for CUDA", repr(str(place)))
+    return place
 
 
 def check_block_size(size: object, spec_query_len: int) -> None:
@@ -89,6 +92,8 @@ def check_tensor(
         fail(name, f"{wanted} {kinds}", f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}")
     if t.device != device:
         fail(name, f"a tensor on {device}, like the checkpoints", f"one on {t.device}")
+    if t.layout is not torch.strided:
+        fail(name, "a dense tensor", t.layout)
 
 
 def check_index(name: str, t: object, at_least: int, device: torch.device, *, exactly: bool = False) -> None:
