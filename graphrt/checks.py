@@ -1,8 +1,9 @@
 """Host checks: what metadata shows is refused before anything is launched. No tensor value is read here."""
 
 import math
+from collections.abc import Iterable
 from numbers import Real
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -40,6 +41,13 @@ def check_kind(name: str, value: object, kind: type) -> None:
     """An object of one of our classes."""
     if not isinstance(value, kind):
         fail(name, f"a {kind.__name__}", type(value).__name__)
+
+
+def check_several(name: str, value: object, of: str) -> list[Any]:
+    """Several things in some order, as a list."""
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        fail(name, of, type(value).__name__)
+    return list(value)
 
 
 def check_device(name: str, device: object) -> torch.device:

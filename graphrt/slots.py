@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .checked import forget_row
-from .checks import check_count, check_device, fail
+from .checks import check_count, check_device, check_several, fail
 
 if TYPE_CHECKING:
     from .context import KDARecoverSSMCommitContext
@@ -148,13 +148,11 @@ class RecordSlots:
 
     def rows(self, request_ids: Iterable[Hashable]) -> list[int]:
         """The record rows of several requests, in order."""
-        if not isinstance(request_ids, Iterable):
-            fail("request_ids", "ids of requests", type(request_ids).__name__)
-        return [self.row(request_id) for request_id in request_ids]
+        return [self.row(request_id) for request_id in check_several("request_ids", request_ids, "ids of requests")]
 
     def generations(self, request_ids: Iterable[Hashable]) -> list[int]:
         """The generations of their rows, in order: what `StepInputs.stage` takes, so that a late step is skipped."""
-        return [self._generations[self.row(request_id)] for request_id in request_ids]
+        return [self._generations[row] for row in self.rows(request_ids)]
 
     def contents(self) -> dict[str, Any]:
         """The host side as plain values: `requests` to rows, `preempted`, `free` rows, `generations` (`save_state`)."""
@@ -171,6 +169,9 @@ class RecordSlots:
         Raises:
             ValueError: if they do not make a ledger of this size.
         """
+        fields = ("requests", "preempted", "free", "generations")
+        if not isinstance(contents, dict) or any(field not in contents for field in fields):
+            fail("contents", f"a dict with {', '.join(fields)}", type(contents).__name__)
         rows, generations = [*contents["requests"].values(), *contents["free"]], contents["generations"]
         if sorted(rows) != list(range(len(self._generations))) or len(generations) != len(rows):
             fail("contents", f"each of {len(self._generations)} rows owned or free, once", sorted(rows))
