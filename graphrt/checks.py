@@ -45,7 +45,7 @@ def check_kind(name: str, value: object, kind: type) -> None:
 
 def check_several(name: str, value: object, of: str) -> list[Any]:
     """Several things in some order, as a list."""
-    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+    if not isinstance(value, Iterable):
         fail(name, of, type(value).__name__)
     return list(value)
 
