@@ -17,12 +17,13 @@ from .errors import error_counter
 from .launch import launch
 from .layers import KDALayerLike, LayerStack
 from .sentinels import FP32_DEFERRED
+from .state import StateAccess
 from .steps import Commit, Owners, Plan
 from .warmup import compile_variants
 
 
 @dataclass(frozen=True)
-class KDARecoverSSMCommitContext:
+class KDARecoverSSMCommitContext(StateAccess):
     """The layers of a model, the static plan of a commit, and the kernels that run it.
 
     Make one with `create`, before any capture. All methods only enqueue launches on the current stream: they allocate

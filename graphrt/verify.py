@@ -200,6 +200,7 @@ def _verify(
     _check_rows(rows, checkpoint.device, records.correction.shape[0])
     if checked.enabled(check):
         checked.row_values(rows, q.shape[1], checkpoint.shape[0], records.correction.shape[0])
+        checked.written_states(rows, checkpoint)
         checked.open_step(records.correction, rows)
     facts = backends.Facts.of(checkpoint, lower_bound, rows.spec_query_len, records.key_gate.dtype)
     choice = backends.choose(backend, facts)
