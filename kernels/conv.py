@@ -26,7 +26,7 @@ from .recurrence import NO_CONTRACTION, count_error, wide
 from .verify import clear_tokens, live_row, pending_of, query_range
 
 BLOCK_D = 256
-VERIFY_BLOCK_D = 128
+VERIFY_BLOCK_D = 64
 MAX_BLOCK_T = 8
 _QUERY_LEN = tl.constexpr(int(ErrorKind.QUERY_LEN))
 
