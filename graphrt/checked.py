@@ -15,13 +15,17 @@ from .launch import is_recording
 from .layers import LayerStack
 from .steps import Commit, Geometry, Owners, Rows
 
+# What os.environ reads from. It is asked at every launch, and os.environ takes a microsecond to find nothing.
+_environment: Any = vars(os.environ)["_data"]
+_SWITCH, _ON = os.environ.encodekey("GRAPHRT_CHECK"), os.environ.encodevalue("1")
+
 # Record rows whose last verify was not committed, by the corrections tensor of their layer.
 _open_rows: Any = WeakIdKeyDictionary()
 
 
 def enabled(check: bool | None) -> bool:
     """Whether this call reads values: `check`, or the environment where it is None; never inside a recording."""
-    wanted = os.environ.get("GRAPHRT_CHECK") == "1" if check is None else check
+    wanted = _environment.get(_SWITCH) == _ON if check is None else check
     if not wanted or is_recording():
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
