@@ -86,7 +86,7 @@ class DecodeStep:
 
     Everything the callables touch must be static or made by them inside the step, and they must leave what belongs
     to no live row alone: warm-up runs them on padding rows. The host joins in by `inputs.stage(...)` between two
-    replays; reading `inputs` tells it which rows are still there.
+    replays; reading `inputs` tells it which rows are still there. `graphrt.demo` is a worked example.
 
     Args:
         context, pending, inputs, capture_sizes, mamba_block_size: as for `CommitRunner`; one size, all rows, by

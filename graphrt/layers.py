@@ -168,8 +168,10 @@ def _written(index: int, layer: KDALayerLike) -> Iterator[tuple[str, Tensor, int
     name, records = f"layers[{index}]", layer.recoverssm_records
     yield f"{name}.kv_cache[0]", layer.kv_cache[0], 0
     yield f"{name}.kv_cache[1]", layer.kv_cache[1], 0
-    yield f"{name}.recoverssm_records.correction", records.correction, 1
-    yield f"{name}.recoverssm_records.key_gate", records.key_gate, 1
+    for field in ("correction", "key_gate"):
+        rows = getattr(records, field)
+        # An engine's stock records start with their allocation: the memory before them is somebody else's.
+        yield f"{name}.recoverssm_records.{field}", rows, int(rows.storage_offset() >= rows.stride(0))
 
 
 def conv_history(layer: KDALayerLike, columns: int, spec_query_len: int, conv_width: int | None) -> tuple[int, bool]:

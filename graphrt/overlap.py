@@ -49,7 +49,8 @@ def check_apart(tensors: Iterable[tuple[str, Tensor, int]]) -> None:
     Raises:
         ValueError: naming both.
     """
-    spans = [_Span.of(name, t, before) for name, t, before in tensors if t.numel()]
+    # Tensors on torch's meta device, which sizes are asked of, have no memory.
+    spans = [_Span.of(name, t, before) for name, t, before in tensors if t.numel() and not t.is_meta]
     nearby: list[_Span] = []
     for span in sorted(spans, key=lambda span: span.begin):
         nearby = [other for other in nearby if other.end > span.begin]

@@ -5,6 +5,7 @@ The file is safetensors, format version 1. Tensors: per layer `checkpoint.i`, `c
 and who owns which record row. What does not fit is refused before anything is written.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -199,4 +200,5 @@ def _own(t: Tensor) -> Tensor:
 
 
 def _bytes(t: Tensor) -> bytes:
-    return t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    host = t.detach().cpu().contiguous()
+    return ctypes.string_at(host.data_ptr(), host.nbytes)

@@ -156,7 +156,8 @@ def kda_conv_verify(
         x: [T, conv_dim], any token stride. conv_weight: [conv_dim, W]. conv_bias: [conv_dim] or None.
         conv_state: [slots, conv_dim, C] (or [slots, C, conv_dim]) in the dtype of x, C = W - 1 + Q or one less.
         query_start_loc, state_indices, spec_query_len, record_rows, pending: as in the verifies. Without
-            `record_rows` every live slot is written; with it, row -1 writes nothing.
+            `record_rows` every live slot is written; with it, row -1 writes nothing. How many record rows there are
+            is known from `pending` alone: without it a row past the records counts as live.
         out: [T, conv_dim], not over x; tokens of no live row are zero in it.
 
     Returns:
