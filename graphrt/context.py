@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from . import backends, checked
-from .checks import check_block_size, check_count, check_index, check_is_tensor, check_tensor, fail
+from .checks import (
+    check_block_size,
+    check_count,
+    check_flag,
+    check_index,
+    check_is_tensor,
+    check_not_expanded,
+    check_tensor,
+    fail,
+)
 from .errors import error_counter
 from .launch import launch
 from .layers import KDALayerLike, LayerStack
@@ -65,6 +74,7 @@ class KDARecoverSSMCommitContext(StateAccess):
         """
         check_count("spec_query_len", spec_query_len, 1)
         check_count("max_num_reqs", max_num_reqs, 1)
+        check_flag("conv_dim_first", conv_dim_first)
         stack = LayerStack.build(
             layers,
             spec_query_len=spec_query_len,
@@ -163,7 +173,10 @@ class KDARecoverSSMCommitContext(StateAccess):
             block_table, num_computed_tokens, mamba_block_size: align mode, all three or none: [requests, width] int32,
                 [requests] int32, tokens a block. The state goes to the block of the last committed token, and at a
                 block boundary also to the block that ends there. With `pending`, rows that can reach a boundary are
-                folded now whether or not `eager` has them (and counted if it has not: pass `align_eager_mask`).
+                folded now whether or not `eager` has them (and counted if it has not: pass `align_eager_mask`). Which
+                blocks were written at their boundary is in `boundary_blocks`. A step that starts from such a block
+                leaves it as it is; in the convolution layout without room for the history (C = W - 1 + Q - 1) its
+                verify shifts the block's history all the same, so copy the block first where it is shared.
             record_rows: [>= B] int32, -1 changes nothing; row b has record row b without it.
             pending: [R] int32, needs `record_rows`.
             eager: [B] bool or uint8, needs `pending`.
@@ -258,6 +271,7 @@ class KDARecoverSSMCommitContext(StateAccess):
             check_index("record_rows", record_rows, batch, device)
         if pending is not None:
             check_index("pending", pending, self.stack.geometry.num_rows, device, exactly=True)
+            check_not_expanded("pending", pending)
         if owners is not None:
             if not isinstance(owners, Owners):
                 fail("owners", "an Owners(staged, current)", type(owners).__name__)
@@ -359,9 +373,8 @@ class KDARecoverSSMDeferred:
         """Fold the step's pending records before a verify that does not replay them; at most once per step object."""
         if self.flushed:
             return
+        self.context.flush(self.state_indices, self.record_rows, self.pending, self.owners)
         self.flushed = True
-        rows = self.record_rows[: self.state_indices.shape[0]]
-        self.context.flush(self.state_indices, rows, self.pending, self.owners)
 
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:

@@ -19,6 +19,7 @@ from .checks import (
     check_inner,
     check_is_tensor,
     check_lower_bound,
+    check_not_expanded,
     check_own_memory,
     check_scratch_row,
     check_tensor,
@@ -156,7 +157,8 @@ def kda_conv_verify(
         x: [T, conv_dim], any token stride. conv_weight: [conv_dim, W]. conv_bias: [conv_dim] or None.
         conv_state: [slots, conv_dim, C] (or [slots, C, conv_dim]) in the dtype of x, C = W - 1 + Q or one less.
         query_start_loc, state_indices, spec_query_len, record_rows, pending: as in the verifies. Without
-            `record_rows` every live slot is written; with it, row -1 writes nothing.
+            `record_rows` every live slot is written; with it, row -1 writes nothing. How many record rows there are
+            is known from `pending` alone: without it a row past the records counts as live.
         out: [T, conv_dim], not over x; tokens of no live row are zero in it.
 
     Returns:
@@ -235,6 +237,7 @@ def _check_activations(
     if value_dim != key_dim:
         fail("checkpoint_state", "V = K in [slots, H, V, K]", list(checkpoint.shape))
     check_inner("checkpoint_state", checkpoint, 3)
+    check_not_expanded("checkpoint_state", checkpoint)
     check_tensor("q", q, (1, None, heads, key_dim), FLOATS, device)
     tokens, kept = q.shape[1], (records.key_gate.dtype,)
     check_tensor("k", k, (1, tokens, heads, key_dim), kept, device)
@@ -267,6 +270,7 @@ def _check_records(records: KDARecoverSSMRecords, checkpoint: Tensor, rows: Rows
     check_tensor("records.key_gate", records.key_gate, (count, heads, window, 2 * key_dim), FLOATS, device)
     for name, t in (("records.correction", records.correction), ("records.key_gate", records.key_gate)):
         check_inner(name, t, 3)
+        check_not_expanded(name, t)
         if rows.record_rows is not None:
             check_scratch_row(name, t)
 

@@ -175,7 +175,7 @@ def test_align_mode_moves_the_state_from_block_to_block(device, flush):
 
 
 def test_a_step_without_a_commit_has_accepted_nothing(device):
-    """Abandoned after its verify, a step counts as accepted 0; the next one gives the bytes of an undisturbed run."""
+    """Abandoned after its verify, a step counts as accepted 0; the next gives the bytes of an undisturbed run (B39)."""
     toy, twin = started(device), started(device)
     for one in (toy, twin):
         one.step.replay(3, steps=4)
