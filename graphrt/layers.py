@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .checks import FLOATS, check_head_dim, check_is_tensor, check_lower_bound, check_not_expanded, fail
+from .checks import FLOATS, check_count, check_head_dim, check_is_tensor, check_lower_bound, check_not_expanded, fail
 from .overlap import check_apart
 from .records import KDARecoverSSMRecords
 from .steps import Geometry
@@ -113,6 +113,10 @@ class LayerStack:
         Raises:
             ValueError: naming the layer, what was expected and what came.
         """
+        try:
+            layers = list(layers)
+        except TypeError:
+            fail("layers", "a sequence of KDA layers", type(layers).__name__)
         if not layers:
             raise ValueError("layers: expected at least one KDA layer, got none")
         for index, layer in enumerate(layers):
@@ -180,6 +184,8 @@ def conv_history(layer: KDALayerLike, columns: int, spec_query_len: int, conv_wi
     W is `conv_width`, else the layer's `conv_weight.shape[1]`, else the rule of the engine's layout,
     `hist = C - Q + 1`.
     """
+    if conv_width is not None:
+        check_count("conv_width", conv_width, 2)
     weight = getattr(layer, "conv_weight", None)
     if conv_width is None and weight is not None:
         if not isinstance(weight, Tensor) or weight.ndim != 2:
