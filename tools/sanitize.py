@@ -3,10 +3,11 @@
 Runs every variant once on a small case (2 heads, Q = 4, 3 rows: ragged, dummy and with pending records) under each
 tool, all tools side by side, and prints their verdicts; the logs go to --logs. Exit status 1 if a verdict is not clean.
 
-`racecheck` follows a thread to an mbarrier only if that thread arrives itself. The kernels let one lane arrive for its
+`racecheck` takes an mbarrier to order a thread only if that thread arrives itself. The kernels let one lane arrive for its
 warp, behind a warp barrier, which orders the other lanes' accesses before that arrival all the same. So racecheck runs
-twice: as shipped, where it reports those lanes, and with every lane arriving (`tile.ARRIVING_LANES`), the same kernel
-with nothing left to infer, which must be clean.
+twice over the kernels: with every lane arriving (`tile.ARRIVING_LANES`), the same code with nothing left to infer, which
+must be clean; and as shipped, where every access it reports must be one of a lane that does not arrive itself. And twice
+over the smallest kernel that hands something over in these two ways (racecheck_example.py).
 
     python tools/sanitize.py [--logs DIR] [--tool memcheck ...]
 """
@@ -15,19 +16,28 @@ import argparse
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
-# Label: (compute-sanitizer tool, lanes of a warp that arrive, whether it must be clean)
+EVERY_LANE, ONE_LANE = 32, 1
+# Label: (compute-sanitizer tool, what runs, lanes of a warp that arrive, whether it must be clean)
 RUNS = {
-    "memcheck": ("memcheck", 1, True),
-    "synccheck": ("synccheck", 1, True),
-    "racecheck, every lane arrives": ("racecheck", 32, True),
-    "racecheck, as shipped": ("racecheck", 1, False),
+    "memcheck": ("memcheck", "kernels", ONE_LANE, True),
+    "synccheck": ("synccheck", "kernels", ONE_LANE, True),
+    "racecheck, every lane arrives": ("racecheck", "kernels", EVERY_LANE, True),
+    "racecheck, as shipped": ("racecheck", "kernels", ONE_LANE, False),
+    "racecheck, example, every lane arrives": ("racecheck", "example", EVERY_LANE, True),
+    "racecheck, example, one lane arrives": ("racecheck", "example", ONE_LANE, False),
 }
 
 
-def run_cases(lanes: int) -> None:
-    """Every variant once; this is the process under the tool."""
+def run_cases(what: str, lanes: int) -> None:
+    """The example, or every variant once; this is the process under the tool."""
+    if what == "example":
+        from racecheck_example import run
+
+        run(lanes)
+        return
     from graphrt.kernels.cute import tile
 
     tile.ARRIVING_LANES = lanes
@@ -37,10 +47,12 @@ def run_cases(lanes: int) -> None:
     model = Model(1, 2, 4, 3, 2)
     model.loc.copy_(torch.tensor([0, 4, 6, 9]))
     model.rows[2] = -1
+    # The state at the boundary goes to the final block too: there the final state stands.
+    model.plan.boundary_state_indices.copy_(model.slots)
+    model.plan.boundary_recovery_lens.fill_(1)
     for align in (False, True):
-        model.plan.boundary_state_indices.copy_(model.slots.flip(0) * align)
-        model.plan.boundary_recovery_lens.fill_(int(align))
-        model.fold(align)
+        for split in (1, 2):
+            model.fold(align, split)
     for conv in ("", "inside"):
         for split in (1, 2):
             for deferred in (True, False):
@@ -51,22 +63,23 @@ def run_cases(lanes: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--logs", type=Path, default=Path("sanitizer-logs"))
-    parser.add_argument("--tool", nargs="*", choices=sorted({tool for tool, _, _ in RUNS.values()}))
-    parser.add_argument("--run", type=int, metavar="LANES", help=argparse.SUPPRESS)
+    parser.add_argument("--tool", nargs="*", choices=sorted({tool for tool, *_ in RUNS.values()}))
+    parser.add_argument("--run", nargs=2, metavar=("WHAT", "LANES"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
-        run_cases(args.run)
+        run_cases(args.run[0], int(args.run[1]))
         return 0
     args.logs.mkdir(parents=True, exist_ok=True)
     started = {}
-    for label, (tool, lanes, _) in RUNS.items():
+    for label, (tool, what, lanes, _) in RUNS.items():
         if args.tool and tool not in args.tool:
             continue
         log = args.logs / f"{label.replace(', ', '-').replace(' ', '-')}.txt"
         options = ["--report-api-errors", "no"] if tool == "memcheck" else []
-        options += ["--racecheck-report", "all"] if tool == "racecheck" else []
+        if tool == "racecheck":
+            options += ["--racecheck-report", "hazard", "--print-limit", "40000", "--show-backtrace", "no"]
         command = ["compute-sanitizer", "--tool", tool, *options, "--log-file", log]
-        command += [sys.executable, __file__, "--run", str(lanes)]
+        command += [sys.executable, __file__, "--run", what, str(lanes)]
         started[label] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), log
     failed = False
     for label, (process, log) in started.items():
@@ -75,8 +88,26 @@ def main() -> int:
         summary = re.findall(r"(?:ERROR|RACECHECK) SUMMARY: (.*)", text) or [output[-2000:] or "no summary"]
         print(f"{label}: {summary[-1]}")
         clean = process.returncode == 0 and re.match(r"0 (errors|hazards)", summary[-1]) is not None
-        failed |= RUNS[label][2] and not clean
+        must = RUNS[label][3]
+        failed |= must and not clean
+        if not must:
+            failed |= explained(text)
+            # The hazards themselves fill megabytes.
+            log.write_text("\n".join(text.splitlines()[:100] + [summary[-1]]) + "\n")
     return int(failed)
+
+
+def explained(text: str) -> bool:
+    """Print the displayed hazards by kernel and by whether an accessing thread arrives itself; True if one does not fit.
+
+    The first access of a hazard is the one that an arrival would have to order.
+    """
+    pattern = r"(RAW|WAR|WAW) hazard.*\n.*?(?:Write|Read) Thread \((\d+),.*? at (graphrt_\w+?|\w*HandOver\w*?|\w+)\+"
+    counts = Counter((kernel, kind, int(thread) % 32 == 0) for kind, thread, kernel in re.findall(pattern, text))
+    for (kernel, kind, arrives), number in sorted(counts.items()):
+        lane = "the arriving lane" if arrives else "another lane"
+        print(f"    {number} {kind} in {kernel}: the first access by {lane}")
+    return any(arrives for _, _, arrives in counts)
 
 
 if __name__ == "__main__":

@@ -164,6 +164,8 @@ def deferred_verify_f32(
     items, blocks = batch * heads, sm_count(device)
     if split is None:
         split = 2 if items < SPLIT_BELOW * blocks else 1
+    # As many blocks as it takes for no more rounds: the others leave room for the next layer's to start early.
+    rounds = max(1, -(-items // (blocks // split)))
     width = 0 if conv is None else conv.weight.shape[1]
     facts = verify_facts(heads, spec_query_len, k.dtype, A_log.dtype, dt_bias.dtype, width, split)
     sized = (q, k, raw_g, v, raw_beta, out)
@@ -197,7 +199,7 @@ def deferred_verify_f32(
         int(programmatic and bool(early)),
         int(raw_beta.dtype == torch.float32),
         int(conv is not None and conv.keeps_history),
-        split * max(1, min(blocks // split, items)),
+        split * max(1, -(-items // rounds)),
         int(programmatic),
         lower_bound,
     )

@@ -277,8 +277,6 @@ class VerifyF32(VerifyRoles):
                         ptx.bulk_load(
                             shared + self.corrections + self.q * V * 4 * place, correction, n * (V * 4), correction_full
                         )
-                if i == 0:
-                    cute.arch.griddepcontrol_wait()
                 cute.arch.sync_warp()
                 self.load_tokens(shared, lane, i, tokens, token_strides)
                 found = found & (found - 1)
@@ -303,7 +301,7 @@ class VerifyF32(VerifyRoles):
 
     @cute.jit
     def load_tokens(self, shared: Int32, lane: Int32, i: Int32, tokens, token_strides):
-        """q, k, gate and v of item i's tokens: lane = token + 8 * tensor."""
+        """q, k, gate and v of item i's tokens, behind the wait: lane = token + 8 * tensor."""
         stage = i & 1
         place = i - i // rings.VALUES * rings.VALUES
         at = shared + self.input_notices + rings.NOTICE_BYTES * stage
@@ -328,8 +326,10 @@ class VerifyF32(VerifyRoles):
             stride = ptx.select(mine, token_strides[kind], stride)
             target = ptx.select(mine, shared + (bases[kind] + self.window_bytes * stage), target)
             barrier = ptx.select(mine, token_full, barrier)
+        address = source + Int64(first + t) * stride + Int64(h) * self.token_bytes
+        if i == 0:
+            cute.arch.griddepcontrol_wait()
         if t < length:
-            address = source + Int64(first + t) * stride + Int64(h) * self.token_bytes
             ptx.bulk_load(target + t * self.token_bytes, address, Int32(self.token_bytes), barrier)
 
     @cute.jit
