@@ -3,11 +3,11 @@
 Runs every variant once on a small case (2 heads, Q = 4, 3 rows: ragged, dummy and with pending records) under each
 tool, all tools side by side, and prints their verdicts; the logs go to --logs. Exit status 1 if a verdict is not clean.
 
-`racecheck` takes an mbarrier to order a thread only if that thread arrives itself. The kernels let one lane arrive for its
-warp, behind a warp barrier, which orders the other lanes' accesses before that arrival all the same. So racecheck runs
-twice over the kernels: with every lane arriving (`tile.ARRIVING_LANES`), the same code with nothing left to infer, which
-must be clean; and as shipped, where every access it reports must be one of a lane that does not arrive itself. And twice
-over the smallest kernel that hands something over in these two ways (racecheck_example.py).
+`racecheck` takes an mbarrier to order a thread only if that thread arrives itself. The kernels let one lane arrive for
+its warp, behind a warp barrier, which orders the other lanes' accesses before that arrival all the same. So racecheck
+runs twice over the kernels: with every lane arriving (`tile.ARRIVING_LANES`), the same code with nothing left to infer,
+which must be clean; and as shipped, where every access it reports must be one of a lane that does not arrive itself.
+And twice over the smallest kernel that hands something over in these two ways (racecheck_example.py).
 
     python tools/sanitize.py [--logs DIR] [--tool memcheck ...]
 """
@@ -93,21 +93,17 @@ def main() -> int:
         if not must:
             failed |= explained(text)
             # The hazards themselves fill megabytes.
-            log.write_text("\n".join(text.splitlines()[:100] + [summary[-1]]) + "\n")
+            log.write_text("\n".join([*text.splitlines()[:100], summary[-1]]) + "\n")
     return int(failed)
 
 
 def explained(text: str) -> bool:
-    """Print the displayed hazards by kernel and by whether an accessing thread arrives itself; True if one does not fit.
-
-    The first access of a hazard is the one that an arrival would have to order.
-    """
-    pattern = r"(RAW|WAR|WAW) hazard.*\n.*?(?:Write|Read) Thread \((\d+),.*? at (graphrt_\w+?|\w*HandOver\w*?|\w+)\+"
-    counts = Counter((kernel, kind, int(thread) % 32 == 0) for kind, thread, kernel in re.findall(pattern, text))
-    for (kernel, kind, arrives), number in sorted(counts.items()):
-        lane = "the arriving lane" if arrives else "another lane"
-        print(f"    {number} {kind} in {kernel}: the first access by {lane}")
-    return any(arrives for _, _, arrives in counts)
+    """Print the hazards by kernel and by whether the thread arrives that an arrival would order; True if one does."""
+    pattern = r"(RAW|WAR|WAW) hazard.*\n=+\s+(?:Write|Read) Thread \((\d+),\S* at (\S+?)\+0x"
+    found = [(kernel, kind, int(thread) % 32 == 0) for kind, thread, kernel in re.findall(pattern, text)]
+    for (kernel, kind, arrives), number in sorted(Counter(found).items()):
+        print(f"    {number} {kind} in {kernel}: the first access by {'an arriving' if arrives else 'another'} lane")
+    return any(arrives for _, _, arrives in found)
 
 
 if __name__ == "__main__":
