@@ -57,12 +57,13 @@ def cute_variants(heads: int, window: int) -> Iterator[tuple[str, object, tuple]
     from graphrt.kernels.cute import commit, deferred
 
     fp32, kinds = torch.float32, {torch.bfloat16: "bf16", torch.float16: "fp16"}
-    for dtype, align, indexed, split in product(kinds, (False, True), (False, True), (1, 2)):
-        label = f"fold {kinds[dtype]}{' align' if align else ''}{' indexed' if indexed else ''} split {split}"
-        yield label, commit.KERNELS, commit.fold_facts(heads, window, dtype, fp32, fp32, align, indexed, split)
-    for dtype, width, split in product(kinds, (0, 4), (1, 2)):
-        label = f"verify {kinds[dtype]}{' with convolution' if width else ''} split {split}"
-        facts = deferred.verify_facts(heads, window, dtype, fp32, fp32, width, split)
+    for dtype, align, indexed in product(kinds, (False, True), (False, True)):
+        label = f"fold {kinds[dtype]}{' align' if align else ''}{' indexed' if indexed else ''}"
+        yield label, commit.KERNELS, commit.fold_facts(heads, window, dtype, fp32, fp32, align, indexed)
+    names = {(0, False): "", (4, True): " with convolution", (4, False): " with convolution, shifted"}
+    for dtype, conv, split in product(kinds, names, (1, 2)):
+        label = f"verify {kinds[dtype]}{names[conv]} split {split}"
+        facts = deferred.verify_facts(heads, window, dtype, fp32, fp32, *conv, split)
         yield label, deferred.KERNELS, facts
 
 

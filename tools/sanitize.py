@@ -51,8 +51,7 @@ def run_cases(what: str, lanes: int) -> None:
     model.plan.boundary_state_indices.copy_(model.slots)
     model.plan.boundary_recovery_lens.fill_(1)
     for align in (False, True):
-        for split in (1, 2):
-            model.fold(align, split)
+        model.fold(align)
     for conv in ("", "inside"):
         for split in (1, 2):
             for deferred in (True, False):

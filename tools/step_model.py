@@ -82,8 +82,8 @@ class Model:
                 conv=Convolution(state, self.weight, None, True) if conv == "inside" else None, split=split,
             )  # fmt: skip
 
-    def fold(self, align: bool = False, split: int | None = None):
-        commit.fold(self.context.stack, self.plan, self.slots, self.rows, align, split)
+    def fold(self, align: bool = False):
+        commit.fold(self.context.stack, self.plan, self.slots, self.rows, align)
 
     def flush(self):
         self.context.flush(self.slots, self.rows, self.pending)

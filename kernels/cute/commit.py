@@ -11,8 +11,7 @@ from .tile import MAX_Q, K
 
 # Beyond it exp(-L) of a whole window, or the low TF32 part of exp(L), would no longer be a normal number.
 MAX_WINDOW_DECAY = 64.0
-# Items (layers times rows times heads) per multiprocessor below which a state is folded in halves (bench_step.py).
-SPLIT_BELOW = 16
+
 
 _EXAMPLES = (tuple(Int64(0) for _ in range(14)), (Int32(0), Int32(0)), (Int32(0),) * 5, Float32(0.0))
 KERNELS = Kernels(FoldF32, _EXAMPLES, "14q2q5qf4x")
@@ -81,14 +80,13 @@ def compile_commit_f32(
     dt_bias_dtype: torch.dtype = torch.float32,
 ) -> None:
     """Compile and load one variant for the device of `state_ref`; `dtype` is that of the records' key_gate."""
-    for split in (1, 2):
-        facts = fold_facts(state_ref.shape[1], spec_query_len, dtype, a_log_dtype, dt_bias_dtype, align, indexed, split)
-        KERNELS.load(facts, state_ref.device)
+    facts = fold_facts(state_ref.shape[1], spec_query_len, dtype, a_log_dtype, dt_bias_dtype, align, indexed)
+    KERNELS.load(facts, state_ref.device)
 
 
-def fold_facts(heads, spec_query_len, dtype, a_log_dtype, dt_bias_dtype, align, indexed, split) -> tuple:
+def fold_facts(heads, spec_query_len, dtype, a_log_dtype, dt_bias_dtype, align, indexed) -> tuple:
     """Key of a variant."""
-    return (heads, spec_query_len, DTYPES[dtype], DTYPES[a_log_dtype], DTYPES[dt_bias_dtype], align, indexed, split)
+    return (heads, spec_query_len, DTYPES[dtype], DTYPES[a_log_dtype], DTYPES[dt_bias_dtype], align, indexed)
 
 
 def commit_f32(context, state_indices: Tensor, batch: int, align: bool, record_rows: Tensor | None = None) -> None:
@@ -96,23 +94,19 @@ def commit_f32(context, state_indices: Tensor, batch: int, align: bool, record_r
     fold(context.stack, context.plan, state_indices[:batch], record_rows, align)
 
 
-def fold(stack, plan, state_indices: Tensor, record_rows: Tensor | None, align: bool, split: int | None = None) -> None:
+def fold(stack, plan, state_indices: Tensor, record_rows: Tensor | None, align: bool) -> None:
     """One launch on the current stream; the signature of the Triton fold.
 
     Args:
         stack: tables [L] int64 `*_addrs` and `*_strides` (elements), lists of the layers' tensors, `lower_bound`.
         plan: `commit_lens`, `final_state_indices`, `boundary_state_indices`, `boundary_recovery_lens` [R] int32.
         state_indices: [B] int32. record_rows: [>= B] int32, or None: row b has record row b.
-        split: 1 or 2 items to a head's state; None decides by the amount of work. The bits are the same.
     """
     state, correction, key_gate = stack.checkpoints[0], stack.corrections[0], stack.key_gates[0]
     batch, layers, heads = state_indices.shape[0], len(stack.checkpoints), state.shape[1]
     if batch == 0:
         return
     rows = state_indices if record_rows is None else record_rows
-    items, blocks = batch * heads * layers, sm_count(state.device)
-    if split is None:
-        split = 2 if items < SPLIT_BELOW * blocks else 1
     facts = fold_facts(
         heads,
         stack.spec_query_len,
@@ -121,7 +115,6 @@ def fold(stack, plan, state_indices: Tensor, record_rows: Tensor | None, align: 
         stack.dt_biases[0].dtype,
         align,
         record_rows is not None,
-        split,
     )
     tables = (
         stack.checkpoint_addrs,
@@ -151,6 +144,6 @@ def fold(stack, plan, state_indices: Tensor, record_rows: Tensor | None, align: 
         correction.shape[0],
         batch,
         layers,
-        min(blocks, items * split),
+        min(sm_count(state.device), batch * heads * layers),
         stack.lower_bound,
     )

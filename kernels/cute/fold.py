@@ -9,8 +9,7 @@ boundary_recovery_lens[b] records, folded from the same S_0, goes to boundary_st
 untouched, unless its source slot is in 1..slots-1, its record row in 0..R-1 and n > 0 with a destination in range.
 Everything of the source is in shared memory before anything is written, so the three slots may coincide.
 
-Grid min(SMs, items), 288 threads, one block an SM: it walks its items, the states of heads or, where they are few and
-whole ones would end unevenly, half states, with 192 KiB of them in flight.
+Grid min(SMs, L * B * H), 288 threads, one block an SM: it walks its items with three tiles in flight.
 - warp 8 finds live items, 32 at a time, and issues bulk loads: the n records, then the state.
 - warps 4 to 7, one thread a key channel, turn raw keys and gates into the coefficients κ_t and e (tile.py).
 - warps 0 to 3 hold the tile in registers, fold it with one fma per element and record, and bulk-store it.
@@ -41,22 +40,22 @@ _COEFFICIENTS = 1  # named barrier of the four coefficient warps
 _END = -1
 
 # Words of an item's notice in shared memory, written by the loader with the records.
-_N, _BOUNDARY_N, _FINAL, _BOUNDARY, _A_LOG, _DT_BIAS, _SHARE = 0, 4, 8, 16, 24, 32, 40
+_N, _BOUNDARY_N, _FINAL, _BOUNDARY, _A_LOG, _DT_BIAS = 0, 4, 8, 16, 24, 32
 _NOTICE_BYTES = 48
 
 
 class FoldF32:
-    """The kernel for one (heads, Q, dtypes, align, indexed, split)."""
+    """The kernel for one (heads, Q, dtypes, align, indexed)."""
 
-    def __init__(self, heads, q, dtype, a_log_dtype, dt_bias_dtype, align, indexed, split):
+    def __init__(self, heads, q, dtype, a_log_dtype, dt_bias_dtype, align, indexed):
         self.heads, self.q, self.dtype = heads, q, dtype
         self.a_log_dtype, self.dt_bias_dtype = a_log_dtype, dt_bias_dtype
         self.align, self.indexed = align, indexed
-        self.split, self.tile = split, tile.Tile(split)
+        self.tile = tile.Tile(1)
         self.key_gate_bytes = 2 * K * dtype.width // 8  # of one token
         self.set_bytes = (q + 1) * K * 4
         # As many tiles in flight as the block's shared memory takes beside the rest.
-        self.depth = 3 * split
+        self.depth = 3
         while self.lay_out() > SHARED_BYTES:
             self.depth -= 1
 
@@ -142,16 +141,15 @@ class FoldF32:
         slots, rows, batch, layers = limits
         block, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
-        total = layers * batch * self.heads * self.split
+        total = layers * batch * self.heads
         i = Int32(0)
         base = Int32(block)
         while base < total:
             item = base + lane * step
             inside = item < total
             item = ptx.select(inside, item, Int32(0))
-            share = item % self.split
-            h = item // self.split % self.heads
-            pair = item // (self.split * self.heads)
+            h = item % self.heads
+            pair = item // self.heads
             b = pair % batch
             l = pair // batch
             slot = self.read_int(indices, b * strides[0])
@@ -181,11 +179,10 @@ class FoldF32:
                         ptx.mbar_wait(shared + self.record_empty + 8 * stage, ((i >> 1) & 1) ^ 1)
                     state = self.read_long(states, l)
                     stride = self.read_long(state_strides, l) * 4
-                    inner = Int64(h) * tile.STATE_BYTES + Int64(share * self.tile.state_bytes)
+                    inner = Int64(h) * tile.STATE_BYTES
                     notice = shared + self.notices + _NOTICE_BYTES * stage
                     ptx.store_shared(notice + _N, n)
                     ptx.store_shared(notice + _BOUNDARY_N, boundary_n)
-                    ptx.store_shared(notice + _SHARE, share)
                     ptx.store_shared(notice + _FINAL, state + Int64(final) * stride + inner)
                     ptx.store_shared(notice + _BOUNDARY, state + Int64(boundary) * stride + inner)
                     a_log = self.read_long(a_logs, l) + Int64(h * (self.a_log_dtype.width // 8))
@@ -286,8 +283,7 @@ class FoldF32:
             full = shared + self.tile_full + 8 * slot_of_tile
             place = shared + self.tiles + self.tile.bytes * slot_of_tile
             target = ptx.load_shared(at + _FINAL, Int64)
-            corrections = shared + self.corrections + self.q * V * 4 * stage
-            corrections += (ptx.load_shared(at + _SHARE, Int32) * self.tile.rows + first_row) * 4
+            corrections = shared + self.corrections + self.q * V * 4 * stage + first_row * 4
             keys = shared + self.coefficients + self.set_bytes * stage + (lane & 3) * 16
             ptx.mbar_wait(full, turns & 1)
             ptx.mbar_wait(shared + self.coefficient_full + 8 * stage, (i >> 1) & 1)

@@ -60,9 +60,9 @@ class VerifyF32(VerifyRoles):
         layer_strides,  # checkpoint slot, correction row, key_gate row: bytes
         indices,  # state_indices, record_rows (or 0), query_start_loc, pending (or 0), error counter: addresses, int32
         index_strides,  # the first four, elements
-        conv,  # state, weight, bias (or 0): addresses; slot, dim, column, weight dim and weight tap stride: bytes
+        conv,  # state, weight, bias (or 0): addresses; slot, dim and column stride: bytes
         limits,  # slots, record rows, batch, T
-        flags,  # early, raw_beta is FP32, the convolution state keeps the history
+        flags,  # early, raw_beta is FP32
         launch,  # grid, programmatic
         lower_bound: Float32,
         stream,
@@ -101,8 +101,7 @@ class VerifyF32(VerifyRoles):
             for at, count in self._barriers:
                 ptx.mbar_init(shared + at, count)
             ptx.mbar_init_fence()
-        early, wide_beta, keeps_history = flags
-        conv = (*conv, keeps_history)
+        early, wide_beta = flags
         if early == 0:
             # Nothing of global memory has been read so far.
             cute.arch.griddepcontrol_wait()
@@ -128,10 +127,10 @@ class VerifyF32(VerifyRoles):
             i = Int32(0)
             n = self.prepare_replay(shared, i, thread - 256, warp - 8, lane, parameters)
             while n >= 0:
+                taps = self.value_taps(shared, i, thread - 256, share, conv)
                 n = self.prepare_replay(shared, i + 1, thread - 256, warp - 8, lane, parameters)
-                self.solve(
-                    shared, i, thread - 256, warp - 8, lane, share, token_strides[4], token_strides[5], wide_beta, conv
-                )
+                strides = token_strides[4], token_strides[5]
+                self.solve(shared, i, thread - 256, warp - 8, lane, share, *strides, wide_beta, conv, taps)
                 i += 1
         else:
             cute.arch.setmaxregister_decrease(_REGISTERS[3])

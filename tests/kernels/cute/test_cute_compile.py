@@ -13,7 +13,7 @@ pytest.importorskip("cutlass")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, count", [("fold bf16 align indexed", 2), ("verify bf16", 4)])
+@pytest.mark.parametrize("kind, count", [("fold bf16 align indexed", 1), ("verify bf16", 6)])
 def test_no_cute_kernel_spills(kind, count):
     """Every variant of a kind compiles for Hopper and Blackwell and uses no local memory.
 
@@ -31,7 +31,7 @@ def test_packed_arguments_are_those_of_the_dsl():
 
     from graphrt.kernels.cute import commit
 
-    facts = commit.fold_facts(2, 1, torch.bfloat16, torch.float32, torch.float32, False, False, 2)
+    facts = commit.fold_facts(2, 1, torch.bfloat16, torch.float32, torch.float32, False, False)
     compiled = commit.KERNELS.compile(facts, "sm_90a")
     addresses, strides, limits = [2**45 + 17 * i for i in range(14)], [1, 3], [9, 8, 7, 6, 132]
     typed = (tuple(map(Int64, addresses)), tuple(strides), tuple(limits), -5.0, 5)
@@ -79,8 +79,8 @@ def test_shared_memory_fits_for_every_window():
     for q in range(1, 9):
         for dtype in (torch.bfloat16, torch.float16):
             for split in (1, 2):
-                facts = deferred.verify_facts(12, q, dtype, fp32, fp32, 4, split)
+                facts = deferred.verify_facts(12, q, dtype, fp32, fp32, 4, True, split)
                 assert deferred.KERNELS.shared_bytes(facts) <= 227 * 1024
         for dtype in (torch.bfloat16, fp32):
-            facts = commit.fold_facts(12, q, dtype, fp32, fp32, True, True, 2)
+            facts = commit.fold_facts(12, q, dtype, fp32, fp32, True, True)
             assert commit.KERNELS.shared_bytes(facts) <= 227 * 1024
