@@ -100,7 +100,7 @@ class VerifyConv(VerifyLayout):
         return ptx.select(c < self.tile.rows, share * self.tile.rows + c, c)
 
     def value_taps(self, shared, i, c, share, conv):
-        """`load_taps` of item i's v, asked for before the next item's replay is prepared; nothing without convolution."""
+        """`load_taps` of item i's v, asked for before the next replay is prepared; nothing without convolution."""
         if self.width == 0:
             return ()
         at, _, n = self.value_notice(shared, i)
