@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from graphrt.checks import fail
+
 TensorGroup = Mapping[str, Tensor | Sequence[Tensor]] | Sequence[Tensor]
 """Tensors by name; a sequence under a name has one tensor a layer."""
 
@@ -34,13 +36,15 @@ def named(group: TensorGroup) -> list[Named]:
     items = group.items() if isinstance(group, Mapping) else [("tensors", group)]
     found = []
     for name, value in items:
-        layers = [(None, value)] if isinstance(value, Tensor) else list(enumerate(value))
+        layers: list[tuple[int | None, object]] = [(None, value)]
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            layers = list(enumerate(value))
         for layer, tensor in layers:
             if not isinstance(tensor, Tensor):
-                raise ValueError(f"tensors: expected tensors, got {type(tensor).__name__} under {name!r}")
-            found.append(Named(name, layer, tensor))
+                fail("tensors", "tensors by name, or a sequence of them", f"{type(tensor).__name__} under {name!r}")
+            found.append(Named(str(name), layer, tensor))
     if not found:
-        raise ValueError("tensors: expected at least one tensor, got none")
+        fail("tensors", "at least one tensor", "none")
     return found
 
 

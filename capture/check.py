@@ -11,6 +11,7 @@ from graphrt.capture import bits
 from graphrt.capture.bits import Named, TensorGroup
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.shadow import tensors_in
+from graphrt.checks import check_callable, check_count
 
 FROZEN = (
     "two replays with different inputs gave the same bytes where eager execution gave different ones: the recording "
@@ -113,8 +114,10 @@ def check_replay(
 
     Memory: three copies of `tensors`, and two of the results.
     """
-    if steps < 1:
-        raise ValueError(f"steps: expected at least 1, got {steps}")
+    check_count("steps", steps, 1)
+    check_callable("eager_fn", eager_fn)
+    check_callable("inputs_of_step", inputs_of_step)
+    check_callable("sequence.replay", getattr(sequence, "replay", None))
     run = _Check(sequence, eager_fn, inputs_of_step, bits.named(tensors))
     first, random = bits.snapshot(run.group), _random_state()
     try:

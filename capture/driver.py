@@ -1,6 +1,5 @@
-"""The few calls of the CUDA driver that torch does not offer: what a captured graph consists of, and cheap launches."""
+"""The few calls of the CUDA driver that torch does not offer: what a captured graph consists of."""
 
-import contextlib
 import ctypes
 import functools
 from collections.abc import Callable
@@ -27,7 +26,6 @@ _MEMORY = {1: "host", 2: "device", 3: "array", 4: "unified"}
 _UNIFIED = 4
 _POINTER_MEMORY_TYPE = 2
 _PROGRAMMATIC = 1
-_NO_TIMING = 2
 
 
 class _EdgeData(ctypes.Structure):
@@ -197,53 +195,6 @@ def capturing_graph(stream: int) -> int | None:
         function, unused = "cuStreamGetCaptureInfo_v3", [None, None, None]
     _call(function, ctypes.c_void_p(stream), ctypes.byref(status), None, ctypes.byref(graph), *unused)
     return graph.value if status.value == 1 else None
-
-
-class KernelLaunch:
-    """The launch of a kernel node, repeated outside of its graph by one driver call.
-
-    The arguments are the node's own memory, so its graph must live as long. Attributes of the launch (clusters,
-    programmatic edges) are not repeated.
-    """
-
-    def __init__(self, node: int) -> None:
-        p = _KernelParams()
-        _call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(p))
-        self._launch = _library().cuLaunchKernel
-        # Made once: ctypes passes its own objects on without a conversion.
-        shape = (*p.grid, *p.block, p.shared_bytes)
-        self._kernel, self._shape = ctypes.c_void_p(p.func or p.kern), tuple(map(ctypes.c_uint, shape))
-        self._params, self._extra = ctypes.c_void_p(p.params), ctypes.c_void_p(p.extra)
-
-    def __call__(self, stream: int) -> bool:
-        """Launch on a `cudaStream_t` handle; false if the driver refuses, as in a thread without a context."""
-        handle = ctypes.c_void_p(stream)
-        status: int = self._launch(self._kernel, *self._shape, handle, self._params, self._extra)
-        return status == 0
-
-
-class Event:
-    """An event without timing, for less than torch's takes."""
-
-    def __init__(self) -> None:
-        self._event = ctypes.c_void_p()
-        _call("cuEventCreate", ctypes.byref(self._event), _NO_TIMING)
-        self._record, self._query = _library().cuEventRecord, _library().cuEventQuery
-
-    def record(self, stream: int) -> None:
-        """Mark the end of what is on a `cudaStream_t` handle now."""
-        status = self._record(self._event, ctypes.c_void_p(stream))
-        if status != 0:
-            raise RuntimeError(f"cuEventRecord failed with CUDA driver error {status}")
-
-    def wait(self) -> None:
-        """Until the device has passed the last mark; at once if there is none."""
-        if self._query(self._event) != 0:
-            _call("cuEventSynchronize", self._event)
-
-    def __del__(self) -> None:
-        with contextlib.suppress(Exception):
-            _call("cuEventDestroy_v2", self._event)
 
 
 DETAILS: dict[str, Callable[[int], tuple[str, dict[str, Any]]]] = {"kernel": kernel, "memcpy": copy, "memset": fill}

@@ -259,15 +259,3 @@ class GraphRecording(Recording):
         stage = next((name for name, first, end in self._stages if first <= i < end), "")
         name, facts = driver.DETAILS[node_type](handle) if node_type in driver.DETAILS else (node_type, {})
         return GraphNode(node_type, name, stage, facts)
-
-
-def only_kernel(recording: Recording) -> driver.KernelLaunch:
-    """The one kernel of a recording, to be launched without the graph; the recording must live as long.
-
-    ValueError if the recording is anything else than one kernel.
-    """
-    graph = getattr(recording, "_graph", None)
-    handles = [] if graph is None else driver.nodes(graph.raw_cuda_graph())
-    if len(handles) != 1 or driver.node_type(handles[0]) != "kernel":
-        raise ValueError(f"recording {recording.name!r}: expected one kernel, got {len(handles)} nodes")
-    return driver.KernelLaunch(handles[0])

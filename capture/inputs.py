@@ -14,7 +14,7 @@ from graphrt.capture.pinned import PinnedRing
 from graphrt.capture.recording import is_under_way
 from graphrt.capture.sources import NAMES, Source, as_tensor, check_sources
 from graphrt.capture.static import allocate_rows, cut_rows
-from graphrt.checks import check_count, fail
+from graphrt.checks import check_count, check_device, check_flag, check_kind, fail
 from graphrt.errors import canonical, error_counter
 from graphrt.launch import is_recording, launch
 from graphrt.slots import RecordSlots
@@ -68,7 +68,9 @@ class StepInputs:
         for name, least in (("max_num_reqs", 1), ("spec_query_len", 1), ("block_table_width", 0)):
             check_count(name, getattr(self, name), least)
         put: Any = object.__setattr__
-        put(self, "device", canonical(self.device))
+        put(self, "device", canonical(check_device("device", self.device)))
+        if self.ledger is not None:
+            check_kind("ledger", self.ledger, RecordSlots)
         if self.ledger is not None and self.ledger.generation.device != self.device:
             fail("ledger", f"one on {self.device}, like the buffers", f"one on {self.ledger.generation.device}")
         error_counter(self.device)
@@ -89,14 +91,18 @@ class StepInputs:
         """Whom the first `num_reqs` rows were staged for, as commit, flush and drain take it; None without a ledger."""
         return None if self.ledger is None else Owners(self.rows(num_reqs).generation, self.ledger.generation)
 
+    def check_num_reqs(self, num_reqs: object, least: int) -> None:
+        """ValueError unless it is an int from `least` to `max_num_reqs`."""
+        if type(num_reqs) is not int or not least <= num_reqs <= self.max_num_reqs:
+            fail("num_reqs", f"{least}..{self.max_num_reqs} (max_num_reqs)", repr(num_reqs))
+
     def rows(self, num_reqs: int) -> Staged:
         """The static tensors cut to `num_reqs` rows: the same objects at every call.
 
         Raises:
             ValueError: if there are not so many rows.
         """
-        if type(num_reqs) is not int or not 1 <= num_reqs <= self.max_num_reqs:
-            fail("num_reqs", f"1..{self.max_num_reqs} (max_num_reqs)", repr(num_reqs))
+        self.check_num_reqs(num_reqs, 1)
         cut = self._rows.get(num_reqs)
         if cut is None:
             cut = self._rows[num_reqs] = cut_rows(self._all, num_reqs)
@@ -138,8 +144,7 @@ class StepInputs:
                 static buffers themselves.
             CaptureError: for host values inside a recording, which would freeze them.
         """
-        if type(num_reqs) is not int or not 0 <= num_reqs <= self.max_num_reqs:
-            fail("num_reqs", f"0..{self.max_num_reqs} (max_num_reqs)", repr(num_reqs))
+        self.check_num_reqs(num_reqs, 0)
         values = (
             state_indices, record_rows, query_start_loc, num_accepted_tokens, eager, request_indices,
             num_computed_tokens, block_table, generation,
@@ -180,8 +185,11 @@ def dummy_inputs(inputs: StepInputs, num_reqs: int, *, dcp: bool = False) -> Non
             row only.
 
     Raises:
-        CaptureError: inside a recording; stage before it.
+        ValueError: for more rows than the inputs have. CaptureError: inside a recording; stage before it.
     """
+    check_kind("inputs", inputs, StepInputs)
+    check_flag("dcp", dcp)
+    inputs.check_num_reqs(num_reqs, 0)
     if not dcp:
         inputs.stage(num_reqs=0)
         return

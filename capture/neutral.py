@@ -8,6 +8,7 @@ from torch import Tensor
 from graphrt.capture import bits
 from graphrt.capture.bits import Named, TensorGroup
 from graphrt.capture.errors import CaptureError
+from graphrt.checks import check_flag
 
 
 @contextmanager
@@ -27,6 +28,7 @@ def state_neutral(tensors: TensorGroup, *, values: bool = True) -> Iterator[None
     Both need up to 128 MiB of temporary memory, and wait for the device at the end. If the block raises, its own error
     comes through, with a note if the state changed as well.
     """
+    check_flag("values", values)
     group = bits.named(tensors)
     shapes = [entry.tensor.shape for entry in group]
     saved = bits.snapshot(group) if values else [bits.row_sums(entry.tensor) for entry in group]

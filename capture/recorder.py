@@ -1,6 +1,6 @@
 """`record`: the one way to make a recording, on any device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from graphrt.capture.bindings import Bindings, StaticTensors, wanted
 from graphrt.capture.graph import record_graph
 from graphrt.capture.recording import Recording, under_way
 from graphrt.capture.tape import record_tape
+from graphrt.checks import check_callable, check_count, check_device, check_flag, check_kind, fail
 
 
 def record(
@@ -49,16 +50,22 @@ def record(
     Not seen on CUDA: work of other libraries on a stream that does not capture, and memory outside the pool that
     only such work uses.
 
-    Not seen by the CPU tape: host data that enters through torch.frombuffer or torch.from_dlpack, and values
-    read through a storage or `data_ptr()`.
+    Not seen by the CPU tape: host data that enters through torch.frombuffer or torch.from_dlpack, values read through
+    a storage or `data_ptr()`, and launches of a thread that ran before (starting one, or a thread pool's `submit`, is
+    refused).
     """
-    place = torch.device(device)
-    if not callable(fn):
-        raise ValueError(f"fn: expected a function without arguments, got {type(fn).__name__}")
+    place = check_device("device", device)
+    check_callable("fn", fn)
+    check_count("warmup", warmup, 0)
+    check_kind("name", name, str)
     if place.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: expected cpu or cuda, got {place}")
-    if isinstance(warmup, bool) or not isinstance(warmup, int) or warmup < 0:
-        raise ValueError(f"warmup: expected a count of 0 or more, got {warmup!r}")
+        fail("device", "cpu or cuda", place)
+    if check is not None:
+        check_flag("check", check)
+    if tensors is not None and not callable(tensors) and not isinstance(tensors, Mapping):
+        fail("tensors", "tensors by name, or a function that gives them", type(tensors).__name__)
+    if pool is not None and (not isinstance(pool, tuple) or len(pool) != 2):
+        fail("pool", "a memory pool, such as torch.cuda.graph_pool_handle()", repr(pool))
     label = name or str(getattr(fn, "__name__", type(fn).__name__))
     bindings = Bindings(tensors) if wanted(check) else None
     with profiling.annotated("capture", label), under_way(label), torch.no_grad():

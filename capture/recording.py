@@ -13,6 +13,7 @@ from graphrt import profiling
 from graphrt.capture.bindings import Bindings
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.topology import Topology
+from graphrt.checks import fail
 
 _under_way: ContextVar[str | None] = ContextVar("graphrt_recording_under_way", default=None)
 
@@ -99,6 +100,8 @@ class Recording(ABC):
         ValueError for another suffix, RuntimeError after `close`.
         """
         self._check_open("dump")
+        if not isinstance(path, (str, PathLike)):
+            fail("path", "a name that ends in .json or .dot", type(path).__name__)
         target = Path(path)
         if target.suffix == ".json":
             facts = {**self._topology().as_dict(), "pool_bytes": self.pool_bytes}
@@ -106,7 +109,7 @@ class Recording(ABC):
         elif target.suffix == ".dot":
             target.write_text(self._topology().dot(), encoding="utf-8")
         else:
-            raise ValueError(f"path: expected a name that ends in .json or .dot, got {str(path)!r}")
+            fail("path", "a name that ends in .json or .dot", repr(str(path)))
 
     def _check_open(self, verb: str) -> None:
         if self._closed:

@@ -5,7 +5,9 @@ data that the host sends. Most such calls reach the operator hook (`ops`); those
 not, or would reach it under a name that the user did not write.
 """
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -94,6 +96,20 @@ BY_PACKET: dict[str, Refusal] = {
 }
 
 
+# Who asks for a tensor's storage to read it; everybody else may ask where it is.
+_SERIALIZERS = {"torch._tensor": ("_reduce_ex_internal",), "safetensors.torch": ("storage_ptr", "storage_size")}
+
+
+def _serialized(frame: FrameType | None) -> Refusal | None:
+    """The refusal of pickle, torch.save, copy.copy and safetensors, which read a tensor without any operator."""
+    for _ in range(3):
+        if frame is not None:
+            if frame.f_code.co_name in _SERIALIZERS.get(str(frame.f_globals.get("__name__")), ()):
+                return _reads("saving a tensor (pickle, torch.save, safetensors, copy.copy)", "save it after replay()")
+            frame = frame.f_back
+    return None
+
+
 def refused_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Refusal | None:
     """The refusal of a call to a torch function or a tensor method, or None if it may go on."""
     try:
@@ -102,6 +118,9 @@ def refused_call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[s
         return None
     if known is not None:
         return known
+    if func is Tensor.untyped_storage:
+        # This function, the hook, and then whoever called the method.
+        return _serialized(sys._getframe(2))
     if func is Tensor.to:
         target = kwargs.get("device", args[1] if len(args) > 1 else None)
         # A device object says "where the recording runs", the spelled-out host says "bring it here".

@@ -10,7 +10,7 @@ from torch import Tensor
 from graphrt import checked, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
-from graphrt.checks import check_block_size, check_index, fail
+from graphrt.checks import check_block_size, check_flag, check_index, check_kind, fail
 from graphrt.choice import Choice, CommitChoice, StepShape, choose_commit
 from graphrt.context import KDARecoverSSMCommitContext
 from graphrt.steps import Commit, Staged
@@ -30,6 +30,8 @@ def check_parts(
     Raises:
         ValueError: naming the one that does not fit.
     """
+    check_kind("context", context, KDARecoverSSMCommitContext)
+    check_kind("inputs", inputs, StepInputs)
     stack, capacity = context.stack, context.commit_lens.shape[0]
     check_index("pending", pending, stack.geometry.num_rows, stack.device, exactly=True)
     if inputs.device != stack.device:
@@ -86,6 +88,7 @@ class CommitRunner:
         choice: Choice = None,
     ) -> None:
         check_parts(context, pending, inputs, mamba_block_size)
+        check_flag("eager", eager)
         self.context, self.pending, self.inputs = context, pending, inputs
         self.capture_sizes = check_sizes(capture_sizes, inputs.max_num_reqs)
         self.mamba_block_size, self.eager = mamba_block_size, eager
@@ -122,9 +125,10 @@ class CommitRunner:
             ValueError: for a size or mode there is not.
             RuntimeError: after `close`.
         """
-        for mode in modes:
-            if mode not in MODES:
-                raise ValueError(f"modes: expected some of {', '.join(MODES)}, got {mode!r}")
+        check_flag("dcp", dcp)
+        listed = isinstance(modes, Sequence) and not isinstance(modes, str) and len(modes) > 0
+        if not listed or not all(mode in MODES for mode in modes):
+            fail("modes", f"some of {', '.join(MODES)}", repr(modes))
         wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs)
         with self.inputs.kept():
             self._recordings.capture(modes, wanted, lambda n: dummy_inputs(self.inputs, n, dcp=dcp), progress)
@@ -163,7 +167,7 @@ class CommitRunner:
         self._recordings.close()
 
     def _run(self, mode: str, num_reqs: int) -> None:
-        if 0 < num_reqs <= self.inputs.max_num_reqs and checked.enabled(self.context.check):
+        if checked.enabled(self.context.check):
             self._check_values(mode, num_reqs)
         if profiling.ranges is None:
             self._replay(mode, num_reqs)
@@ -186,6 +190,9 @@ class CommitRunner:
 
     def _check_values(self, mode: str, num_reqs: int) -> None:
         """Checked mode: what the context's own methods do before a launch, for a replay does not pass through them."""
+        self.inputs.check_num_reqs(num_reqs, 0)
+        if num_reqs == 0:
+            return
         rows, stack = self.inputs.rows(num_reqs), self.context.stack
         if mode != "commit":
             owners = self.inputs.owners(num_reqs)

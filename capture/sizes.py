@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from graphrt.capture.progress import CaptureProgress
 from graphrt.capture.recorder import record
 from graphrt.capture.recording import Recording
+from graphrt.checks import check_flag, fail
 
 log = logging.getLogger("graphrt")
 
@@ -41,14 +43,15 @@ def check_sizes(sizes: Iterable[int] | None, most: int) -> list[int]:
     """Capture sizes in rising order, each 1..most; powers of two where none are given.
 
     Raises:
-        ValueError: for a size outside, or none at all.
+        ValueError: for a size outside, for what is no int, or none at all.
     """
     if sizes is None:
         return power_of_two_sizes(most)
-    found = sorted(set(sizes))
-    if not found or found[0] < 1 or found[-1] > most:
-        raise ValueError(f"capture_sizes: expected sizes in 1..{most} (max_num_reqs), got {found}")
-    return found
+    listed = isinstance(sizes, Iterable) and not isinstance(sizes, (str, bytes, Mapping, Tensor))
+    found = list(sizes) if listed else []
+    if not found or not all(type(size) is int and 1 <= size <= most for size in found):
+        fail("capture_sizes", f"at least one int, each in 1..{most} (max_num_reqs)", repr(found or sizes))
+    return sorted(set(found))
 
 
 class SizedRecordings:
@@ -74,6 +77,7 @@ class SizedRecordings:
             RuntimeError: after `close`.
         """
         self._check_open("capture")
+        check_flag("progress", show)
         wanted = [(n, name) for n in sorted(sizes, reverse=True) for name in names]
         missing = [(n, name) for n, name in wanted if n not in self._recordings.get(name, {})]
         if self._device.type == "cuda" and self._pool is None:
@@ -104,8 +108,8 @@ class SizedRecordings:
         Raises:
             ValueError: for a batch outside 0..most.
         """
-        if not 0 <= num_reqs <= self._most:
-            raise ValueError(f"num_reqs: expected 0..{self._most} (max_num_reqs), got {num_reqs}")
+        if type(num_reqs) is not int or not 0 <= num_reqs <= self._most:
+            fail("num_reqs", f"0..{self._most} (max_num_reqs)", repr(num_reqs))
         fits = self._fits.get(name)
         return None if fits is None else fits[num_reqs]
 

@@ -55,7 +55,10 @@ def check_sources(values: tuple[Source, ...], num_reqs: int, device: torch.devic
             place = HOST if value.is_cpu else DEVICE
             if place == DEVICE and value.device != device:
                 fail(NAMES[i], f"a tensor on {device} or on the host", f"one on {value.device}")
-            address = _address(i, value)
+            try:
+                address = value.data_ptr()
+            except RuntimeError as error:
+                fail(NAMES[i], "a dense tensor", f"one without memory of its own ({error})")
             if address in static:
                 fail(NAMES[i], "a tensor of the caller's", "a view of the static buffers", "clone() it")
             length = shape[0]
@@ -92,13 +95,6 @@ def as_tensor(i: int, value: Any) -> Tensor:
     if not ints:
         return torch.empty(0, dtype=torch.uint8 if i == EAGER else torch.int32)
     return torch.frombuffer(ints, dtype=torch.uint8 if i == EAGER else torch.int32)
-
-
-def _address(i: int, t: Tensor) -> int:
-    try:
-        return t.data_ptr()
-    except RuntimeError as error:
-        fail(NAMES[i], "a dense tensor", f"one without memory of its own ({error})")
 
 
 def _plain(i: int, value: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from graphrt.capture.recording import Recording
 from graphrt.capture.runner import check_parts, settle
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
 from graphrt.capture.static import allocate_rows, cut_rows
-from graphrt.checks import check_index, check_tensor, fail
+from graphrt.checks import check_callable, check_count, check_flag, check_index, check_tensor, fail
 from graphrt.choice import Choice
 from graphrt.context import KDARecoverSSMCommitContext
 from graphrt.errors import error_counter
@@ -86,7 +86,7 @@ class DecodeStep:
 
     Everything the callables touch must be static or made by them inside the step, and they must leave what belongs
     to no live row alone: warm-up runs them on padding rows. The host joins in by `inputs.stage(...)` between two
-    replays; reading `inputs` tells it which rows are still there.
+    replays; reading `inputs` tells it which rows are still there. `graphrt.demo` is a worked example.
 
     Args:
         context, pending, inputs, capture_sizes, mamba_block_size: as for `CommitRunner`; one size, all rows, by
@@ -111,6 +111,9 @@ class DecodeStep:
         choice: Choice = None,
     ) -> None:
         check_parts(context, pending, inputs, mamba_block_size)
+        check_callable("verify", verify)
+        check_callable("sample", sample)
+        check_flag("flush", flush)
         self.context, self.pending, self.inputs = context, pending, inputs
         self.verify, self.sample = verify, sample
         self.mamba_block_size = mamba_block_size
@@ -143,6 +146,7 @@ class DecodeStep:
             ValueError: for a size there is not, or a callable that returns something else than it should.
             RuntimeError: after `close`.
         """
+        check_flag("dcp", dcp)
         wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs)
         with self.inputs.kept(), _random_state_kept(self.inputs.device):
             self._recordings.capture(["step"], wanted, lambda n: dummy_inputs(self.inputs, n, dcp=dcp), progress)
@@ -154,8 +158,10 @@ class DecodeStep:
         The smallest captured size that fits is replayed; without one the steps run eagerly.
 
         Raises:
-            RuntimeError: before capture and after close. ValueError: for more rows than the inputs have.
+            RuntimeError: before capture and after close. ValueError: for more rows than the inputs have, or a negative
+            number of steps.
         """
+        check_count("steps", steps, 0)
         for _ in range(steps):
             if profiling.ranges is None:
                 self._replay(num_reqs)
@@ -220,10 +226,9 @@ class DecodeStep:
         return outputs, sampled
 
     def _step_rows(self, num_reqs: int) -> StepRows:
+        self.inputs.check_num_reqs(num_reqs, 1)
         rows = self._rows.get(num_reqs)
         if rows is None:
-            # Checks the number of rows as well.
-            self.inputs.rows(num_reqs)
             cut = cut_rows(self._staged, num_reqs)
             rows = self._rows[num_reqs] = StepRows(
                 state_indices=cut.state_indices,

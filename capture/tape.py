@@ -13,6 +13,7 @@ from graphrt.capture.nodes import Node, Tape
 from graphrt.capture.ops import CallHook, OperatorHook
 from graphrt.capture.recording import Recording
 from graphrt.capture.shadow import storage_key
+from graphrt.capture.threads import one_thread
 from graphrt.capture.topology import Edge, GraphNode, Topology
 
 
@@ -23,7 +24,7 @@ def record_tape(fn: Callable[[], Any], warmup: int, name: str, bindings: Binding
     tape = Tape(name)
     random_state = torch.get_rng_state()
     try:
-        with launch.record_into(tape), OperatorHook(tape), CallHook(tape):
+        with launch.record_into(tape), one_thread(tape), OperatorHook(tape), CallHook(tape):
             outputs = fn()
     except CaptureError:
         raise

@@ -8,6 +8,8 @@ from functools import cached_property
 from graphlib import TopologicalSorter
 from typing import Any, Protocol
 
+from graphrt.checks import fail
+
 
 @dataclass(frozen=True, slots=True)
 class GraphNode:
@@ -156,6 +158,9 @@ class HasTopology(Protocol):
 
 def diff(a: Topology | HasTopology, b: Topology | HasTopology) -> GraphDiff:
     """What changed from recording (or topology) `a` to `b`: nodes and edges, in words."""
+    for name, value in (("a", a), ("b", b)):
+        if not hasattr(value, "topology") and not isinstance(value, Topology):
+            fail(name, "a Recording or a Topology", type(value).__name__)
     old, new = (x if isinstance(x, Topology) else x.topology() for x in (a, b))
     before, after = ([node.signature for node in graph.nodes] for graph in (old, new))
     match: dict[int, int] = {}

@@ -5,9 +5,11 @@ from .context import KDADeferredCommitContext, KDARecoverSSMCommitContext, KDARe
 from .errors import ErrorKind, ErrorReport, error_counter, error_counts, error_report, reset_errors
 from .fused import FusedConv
 from .layers import KDALayer
+from .persist import load_state, save_state, weights_fingerprint
 from .records import KDARecoverSSMRecords, allocate_records
 from .sentinels import FP32_DEFERRED, NULL_BLOCK_ID, SCRATCH_ROW
 from .slots import RecordSlots
+from .state import BoundaryBlock, RequestState
 from .steps import Owners
 from .verify import kda_conv_verify, kda_deferred_verify, kda_recoverssm_verify
 
@@ -17,6 +19,7 @@ __all__ = [
     "FP32_DEFERRED",
     "NULL_BLOCK_ID",
     "SCRATCH_ROW",
+    "BoundaryBlock",
     "ErrorKind",
     "ErrorReport",
     "FusedConv",
@@ -27,6 +30,7 @@ __all__ = [
     "KDARecoverSSMRecords",
     "Owners",
     "RecordSlots",
+    "RequestState",
     "align_eager_mask",
     "align_state_indices",
     "allocate_records",
@@ -36,5 +40,8 @@ __all__ = [
     "kda_conv_verify",
     "kda_deferred_verify",
     "kda_recoverssm_verify",
+    "load_state",
     "reset_errors",
+    "save_state",
+    "weights_fingerprint",
 ]

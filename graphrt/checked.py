@@ -15,13 +15,17 @@ from .launch import is_recording
 from .layers import LayerStack
 from .steps import Commit, Geometry, Owners, Rows
 
+# What os.environ reads from. It is asked at every launch, and os.environ takes a microsecond to find nothing.
+_environment: Any = vars(os.environ)["_data"]
+_SWITCH, _ON = os.environ.encodekey("GRAPHRT_CHECK"), os.environ.encodevalue("1")
+
 # Record rows whose last verify was not committed, by the corrections tensor of their layer.
 _open_rows: Any = WeakIdKeyDictionary()
 
 
 def enabled(check: bool | None) -> bool:
     """Whether this call reads values: `check`, or the environment where it is None; never inside a recording."""
-    wanted = os.environ.get("GRAPHRT_CHECK") == "1" if check is None else check
+    wanted = _environment.get(_SWITCH) == _ON if check is None else check
     if not wanted or is_recording():
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
@@ -36,6 +40,15 @@ def row_values(rows: Rows, num_tokens: int, num_slots: int, num_rows: int) -> No
         _pending_counts(_read(rows.pending), record_rows or [], rows.spec_query_len)
 
 
+def written_states(rows: Rows, checkpoint: Tensor) -> None:
+    """Raise ValueError for a live row whose state is not finite: nobody wrote its slot, or NaN was accepted."""
+    record_rows = range(rows.batch) if rows.record_rows is None else _read(rows.record_rows, rows.batch)
+    for b, (slot, row) in enumerate(zip(_read(rows.state_indices), record_rows, strict=True)):
+        if slot > 0 and row >= 0 and not bool(checkpoint[slot].isfinite().all()):
+            hint = "a prefill, write_state or zero_state comes before the first verify"
+            _fail("checkpoint_state", b, f"a finite state in slot {slot}", f"NaN or infinity ({hint})")
+
+
 def flush_values(
     state_indices: Tensor, record_rows: Tensor, pending: Tensor, owners: Owners | None, stack: LayerStack
 ) -> None:
@@ -45,10 +58,10 @@ def flush_values(
     _slots_and_rows(slots, rows, geometry.num_slots, geometry.num_rows)
     _generations(owners, slots, rows)
     _pending_counts(_read(pending), rows, geometry.spec_query_len)
-    _committed([row for row, slot in zip(rows, slots, strict=True) if slot > 0 and row >= 0], stack.corrections)
+    check_committed([row for row, slot in zip(rows, slots, strict=True) if slot > 0 and row >= 0], stack.corrections)
 
 
-def _committed(rows: list[int], corrections: list[Tensor]) -> None:
+def check_committed(rows: list[int], corrections: list[Tensor]) -> None:
     """What a row has pending belongs to records that its last verify overwrote, until the commit of that step."""
     for correction in corrections:
         waiting = _open_rows.get(correction, set())

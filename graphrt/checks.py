@@ -24,6 +24,34 @@ def check_count(name: str, value: object, at_least: int) -> None:
         fail(name, f"at least {at_least}" if value < at_least else f"at most {INT32_MAX}", value)
 
 
+def check_flag(name: str, value: object) -> None:
+    """True or False, and nothing that merely passes for one of them."""
+    if not isinstance(value, bool):
+        fail(name, "True or False", repr(value))
+
+
+def check_callable(name: str, value: object) -> None:
+    """A function, or what is called like one."""
+    if not callable(value):
+        fail(name, "a function", type(value).__name__)
+
+
+def check_kind(name: str, value: object, kind: type) -> None:
+    """An object of one of our classes."""
+    if not isinstance(value, kind):
+        fail(name, f"a {kind.__name__}", type(value).__name__)
+
+
+def check_device(name: str, device: object) -> torch.device:
+    """A device, or its name."""
+    try:
+        if isinstance(device, (str, torch.device)):
+            return torch.device(device)
+    except RuntimeError:
+        fail(name, "a device, such as 'cpu' or 'cuda'", repr(device))
+    fail(name, "a device, such as 'cpu' or 'cuda'", type(device).__name__)
+
+
 def check_block_size(size: object, spec_query_len: int) -> None:
     """Align mode: a window reaches one block boundary at most."""
     if isinstance(size, int) and size < spec_query_len:

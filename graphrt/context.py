@@ -17,12 +17,13 @@ from .errors import error_counter
 from .launch import launch
 from .layers import KDALayerLike, LayerStack
 from .sentinels import FP32_DEFERRED
+from .state import StateAccess
 from .steps import Commit, Owners, Plan
 from .warmup import compile_variants
 
 
 @dataclass(frozen=True)
-class KDARecoverSSMCommitContext:
+class KDARecoverSSMCommitContext(StateAccess):
     """The layers of a model, the static plan of a commit, and the kernels that run it.
 
     Make one with `create`, before any capture. All methods only enqueue launches on the current stream: they allocate
@@ -162,7 +163,10 @@ class KDARecoverSSMCommitContext:
             block_table, num_computed_tokens, mamba_block_size: align mode, all three or none: [requests, width] int32,
                 [requests] int32, tokens a block. The state goes to the block of the last committed token, and at a
                 block boundary also to the block that ends there. With `pending`, rows that can reach a boundary are
-                folded now whether or not `eager` has them (and counted if it has not: pass `align_eager_mask`).
+                folded now whether or not `eager` has them (and counted if it has not: pass `align_eager_mask`). Which
+                blocks were written at their boundary is in `boundary_blocks`. A step that starts from such a block
+                leaves it as it is; in the convolution layout without room for the history (C = W - 1 + Q - 1) its
+                verify shifts the block's history all the same, so copy the block first where it is shared.
             record_rows: [>= B] int32, -1 changes nothing; row b has record row b without it.
             pending: [R] int32, needs `record_rows`.
             eager: [B] bool or uint8, needs `pending`.

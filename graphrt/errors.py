@@ -7,7 +7,7 @@ lies in pinned host memory that the device writes through: the host reads it wit
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -171,28 +171,20 @@ def _counter(device: torch.device | str) -> _Counter:
     return counter
 
 
-class _CudaArray:
-    """Pinned host memory announced as memory of a CUDA device: under unified addressing the address is the same."""
-
-    def __init__(self, host: Tensor) -> None:
-        self.host = host
-        self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": tuple(host.shape),
-            "typestr": "<i4",
-            "data": (host.data_ptr(), False),
-            "version": 2,
-        }
-
-
 def _allocate(device: torch.device) -> _Counter:
     if device.type != "cuda":
         values = torch.zeros(2 * NUM_KINDS, dtype=torch.int32, device=device)
         return _Counter(values, values)
     with torch.cuda.device(device):
-        # Torch pins memory under a context that exists, which must be that of this device.
-        torch.zeros(1, device=device)
         host = torch.zeros(2 * NUM_KINDS, dtype=torch.int32, device="cpu", pin_memory=True)
-        mapped = torch.as_tensor(_CudaArray(host), device=device)
-    if mapped.data_ptr() != host.data_ptr():
-        raise RuntimeError(f"{device} does not reach pinned host memory at its own address: no error counter")
-    return _Counter(mapped, host)
+        return _Counter(_seen_from(device, host), host)
+
+
+def _seen_from(device: torch.device, host: Tensor) -> Tensor:
+    """The memory of a host tensor as a tensor of `device`: under unified addressing pinned memory has one address.
+
+    Keeps nothing alive.
+    """
+    storage = torch._C._construct_storage_from_data_pointer(host.data_ptr(), device, host.nbytes)
+    view = torch.empty(0, dtype=host.dtype, device=device)
+    return view.set_(storage, 0, host.shape, host.stride())  # type: ignore[call-overload, no-any-return]

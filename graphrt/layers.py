@@ -1,6 +1,6 @@
 """KDA layers as the runtime sees them, and the tables through which one launch reaches all of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .checks import FLOATS, check_head_dim, check_is_tensor, check_lower_bound, check_not_expanded, fail
+from .overlap import check_apart
 from .records import KDARecoverSSMRecords
 from .steps import Geometry
 
@@ -116,6 +117,7 @@ class LayerStack:
             raise ValueError("layers: expected at least one KDA layer, got none")
         for index, layer in enumerate(layers):
             _check_layer(index, layer, layers[0], spec_query_len, max_num_reqs)
+        check_apart(written for index, layer in enumerate(layers) for written in _written(index, layer))
         conv_states = [layer.kv_cache[0] for layer in layers]
         if not conv_dim_first:
             conv_states = [state.transpose(1, 2) for state in conv_states]
@@ -159,6 +161,15 @@ class LayerStack:
             conv_keeps_history=keeps,
             aligned=all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in rows),
         )
+
+
+def _written(index: int, layer: KDALayerLike) -> Iterator[tuple[str, Tensor, int]]:
+    """What a step writes of a layer: name, tensor, and rows before its first."""
+    name, records = f"layers[{index}]", layer.recoverssm_records
+    yield f"{name}.kv_cache[0]", layer.kv_cache[0], 0
+    yield f"{name}.kv_cache[1]", layer.kv_cache[1], 0
+    yield f"{name}.recoverssm_records.correction", records.correction, 1
+    yield f"{name}.recoverssm_records.key_gate", records.key_gate, 1
 
 
 def conv_history(layer: KDALayerLike, columns: int, spec_query_len: int, conv_width: int | None) -> tuple[int, bool]:

@@ -1,7 +1,7 @@
 """The host ledger of record rows: which request owns which row of the records."""
 
 from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -43,6 +43,11 @@ class RecordSlots:
     def __len__(self) -> int:
         """Requests that own a row."""
         return len(self._rows)
+
+    @property
+    def num_preempted(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._preempted)
 
     @property
     def num_free(self) -> int:
@@ -141,6 +146,31 @@ class RecordSlots:
     def generations(self, request_ids: Iterable[Hashable]) -> list[int]:
         """The generations of their rows, in order: what `StepInputs.stage` takes, so that a late step is skipped."""
         return [self._generations[self.row(request_id)] for request_id in request_ids]
+
+    def contents(self) -> dict[str, Any]:
+        """The host side as plain values: `requests` to rows, `preempted`, `free` rows, `generations` (`save_state`)."""
+        return {
+            "requests": dict(self._rows),
+            "preempted": list(self._preempted),
+            "free": list(self._free),
+            "generations": list(self._generations),
+        }
+
+    def restore(self, contents: dict[str, Any]) -> None:
+        """Take over the `contents` of a ledger of the same size, generations included; pending becomes zero.
+
+        Raises:
+            ValueError: if they do not make a ledger of this size.
+        """
+        rows, generations = [*contents["requests"].values(), *contents["free"]], contents["generations"]
+        if sorted(rows) != list(range(len(self._generations))) or len(generations) != len(rows):
+            fail("contents", f"each of {len(self._generations)} rows owned or free, once", sorted(rows))
+        self._rows, self._preempted = dict(contents["requests"]), set(contents["preempted"])
+        self._free, self._generations = list(contents["free"]), list(generations)
+        self.generation.copy_(torch.tensor(generations, dtype=torch.int32))
+        self.pending.zero_()
+        for row in rows:
+            forget_row(row)
 
     def _take(self, request_id: Hashable) -> int:
         if request_id in self._rows:

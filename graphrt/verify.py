@@ -156,7 +156,8 @@ def kda_conv_verify(
         x: [T, conv_dim], any token stride. conv_weight: [conv_dim, W]. conv_bias: [conv_dim] or None.
         conv_state: [slots, conv_dim, C] (or [slots, C, conv_dim]) in the dtype of x, C = W - 1 + Q or one less.
         query_start_loc, state_indices, spec_query_len, record_rows, pending: as in the verifies. Without
-            `record_rows` every live slot is written; with it, row -1 writes nothing.
+            `record_rows` every live slot is written; with it, row -1 writes nothing. How many record rows there are
+            is known from `pending` alone: without it a row past the records counts as live.
         out: [T, conv_dim], not over x; tokens of no live row are zero in it.
 
     Returns:
@@ -200,6 +201,7 @@ def _verify(
     _check_rows(rows, checkpoint.device, records.correction.shape[0])
     if checked.enabled(check):
         checked.row_values(rows, q.shape[1], checkpoint.shape[0], records.correction.shape[0])
+        checked.written_states(rows, checkpoint)
         checked.open_step(records.correction, rows)
     facts = backends.Facts.of(checkpoint, lower_bound, rows.spec_query_len, records.key_gate.dtype)
     choice = backends.choose(backend, facts)

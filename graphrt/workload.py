@@ -6,6 +6,7 @@ order: staging, convolution and verify of each layer, commit, advance. Only the 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -134,9 +135,8 @@ class Workload:
         where = (rows.query_start_loc, rows.state_indices, rows.spec_query_len)
         for layer in self.layers:
             conv_state, checkpoint = layer.kv_cache
-            assert layer.conv_weight is not None
             mixed = kda_conv_verify(
-                self._x, conv_state, layer.conv_weight, None, *where,
+                self._x, conv_state, cast(Tensor, layer.conv_weight), None, *where,
                 record_rows=rows.record_rows, pending=rows.pending, backend=self._backend,
             )  # fmt: skip
             q, k, v = mixed[None].unflatten(-1, (3, self.sizes.heads, self.sizes.head_dim)).unbind(2)

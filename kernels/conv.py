@@ -26,6 +26,7 @@ from .recurrence import NO_CONTRACTION, count_error, wide
 from .verify import clear_tokens, live_row, pending_of, query_range
 
 BLOCK_D = 256
+MAX_BLOCK_T = 8
 _QUERY_LEN = tl.constexpr(int(ErrorKind.QUERY_LEN))
 
 _VOLATILE = [
@@ -55,7 +56,8 @@ def graphrt_verify_conv_kernel(
     num_tokens, batch, num_slots, num_rows, spec_query_len, has_rows, has_pending,
     qsl_stride, slot_stride, row_stride, pending_stride,
     x_stride, out_stride, conv_stride, dim_stride, column_stride, weight_dim_stride, weight_stride,
-    D, W: tl.constexpr, BLOCK_H: tl.constexpr, KEEPS_HISTORY: tl.constexpr, BLOCK_D: tl.constexpr,
+    D, W: tl.constexpr, BLOCK_H: tl.constexpr, KEEPS_HISTORY: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     i_d, i_b = tl.program_id(0), tl.program_id(1)
     hist: tl.constexpr = W - 1
@@ -102,19 +104,21 @@ def graphrt_verify_conv_kernel(
     o_h = tl.arange(0, BLOCK_H)
     mask_h = mask_d[:, None] & (o_h[None, :] < hist)
     b_history = tl.load(p_state[:, None] + (start + o_h)[None, :] * column_stride, mask=mask_h)  # [BLOCK_D, BLOCK_H]
-    for t in range(length):
-        b_y = tl.zeros((BLOCK_D,), dtype=tl.float32)
+    # All tokens of a tile at once: one after the other, a window would take as many trips to memory as it has tokens.
+    for first_t in range(0, length, BLOCK_T):
+        o_t = first_t + tl.arange(0, BLOCK_T)
+        mask_t = (o_t < length)[:, None] & mask_d[None, :]
+        b_y = tl.zeros((BLOCK_T, BLOCK_D), dtype=tl.float32)
         if bias_ptr is not None:
-            b_y += tl.load(bias_ptr + o_d, mask=mask_d, other=0.0).to(tl.float32)
+            b_y += tl.load(bias_ptr + o_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
         for w in tl.static_range(W):
-            # A vector, not a scalar: the interpreter wants masks that are tensors.
-            o_t = tl.zeros((BLOCK_D,), dtype=tl.int32) + (t - hist + w)
-            b_old = tl.load(p_state + (start + hist + o_t) * column_stride, mask=mask_d & (o_t < 0), other=0.0)
-            b_new = tl.load(p_x + o_t * x_stride, mask=mask_d & (o_t >= 0), other=0.0)
+            o_x = (o_t - hist + w)[:, None]  # which input; below zero one of the history
+            b_old = tl.load(p_state[None, :] + (start + hist + o_x) * column_stride, mask=mask_t & (o_x < 0), other=0.0)
+            b_new = tl.load(p_x[None, :] + o_x * x_stride, mask=mask_t & (o_x >= 0), other=0.0)
             b_w = tl.load(weight_ptr + o_d * weight_dim_stride + w * weight_stride, mask=mask_d, other=0.0)
-            b_y += b_w.to(tl.float32) * tl.where(o_t < 0, b_old.to(tl.float32), b_new.to(tl.float32))
+            b_y += b_w.to(tl.float32)[None, :] * tl.where(o_x < 0, b_old, b_new).to(tl.float32)
         b_y = b_y / (1.0 + tl.exp(-b_y))
-        tl.store(p_out + t * out_stride, b_y.to(out_ptr.dtype.element_ty), mask=mask_d)
+        tl.store(p_out[None, :] + o_t[:, None] * out_stride, b_y.to(out_ptr.dtype.element_ty), mask=mask_t)
 
     # A dummy row (record row -1) reads a live-looking slot but never writes it.
     if (has_rows != 0) & (row < 0):
@@ -125,9 +129,11 @@ def graphrt_verify_conv_kernel(
         shift = tl.where(length > 0, 1, 0)
     keep = mask_h & (o_h[None, :] >= shift)
     tl.store(p_state[:, None] + (o_h - shift)[None, :] * column_stride, b_history, mask=keep)
-    for t in range(length):
-        b_x = tl.load(p_x + t * x_stride, mask=mask_d)
-        tl.store(p_state + (hist - shift + t) * column_stride, b_x, mask=mask_d)
+    for first_t in range(0, length, BLOCK_T):
+        o_t = first_t + tl.arange(0, BLOCK_T)
+        mask_t = (o_t < length)[:, None] & mask_d[None, :]
+        b_x = tl.load(p_x[None, :] + o_t[:, None] * x_stride, mask=mask_t)
+        tl.store(p_state[None, :] + (hist - shift + o_t)[:, None] * column_stride, b_x, mask=mask_t)
 
 
 @triton.jit(do_not_specialize=["slot_stride"], do_not_specialize_on_alignment=["state_indices_ptr"])
@@ -188,7 +194,8 @@ def conv_verify(
         dim_stride=conv_state.stride(1), column_stride=conv_state.stride(2),
         weight_dim_stride=weight.stride(0), weight_stride=weight.stride(1),
         D=conv_dim, W=width, BLOCK_H=triton.next_power_of_2(width - 1), KEEPS_HISTORY=keeps_history,
-        BLOCK_D=BLOCK_D, num_warps=4, **NO_CONTRACTION,
+        BLOCK_T=min(MAX_BLOCK_T, triton.next_power_of_2(rows.spec_query_len)), BLOCK_D=BLOCK_D, num_warps=4,
+        **NO_CONTRACTION,
     )  # fmt: skip
 
 

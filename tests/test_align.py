@@ -178,7 +178,7 @@ def test_the_plan_folds_a_row_that_the_mask_missed(backend_device, given):
     ],
 )
 def test_source_boundary_and_final_block_may_coincide(backend_device, source, table, accepted, deferred, engine_layout):
-    """Each program reads all it needs of a slot before it writes, whichever of the three blocks are one.
+    """Each program reads all it needs of a slot before it writes, whichever of the three blocks are one (B41, B46).
 
     Where a block must hold two states, the running state stays.
     """
@@ -205,7 +205,7 @@ def test_source_boundary_and_final_block_may_coincide(backend_device, source, ta
 @pytest.mark.parametrize("deferred", [False, True], ids=["folded", "eager row"])
 def test_the_last_column_is_filled_and_the_next_is_null(backend_device, deferred):
     """At the end of the table a landing works; a row that runs past it folds nothing, keeps its count, and is
-    counted.
+    counted (B44).
     """
     pool = Pool(backend_device, backend_device.shape(layers=1))
     fits, runs = begin(pool, 0, [0, 0, 0, 5], 63, 16), begin(pool, 1, [0, 0, 0, 6], 63, 16)

@@ -51,7 +51,7 @@ VERIFY_FAULTS = [
 @pytest.mark.parametrize("deferred", [False, True], ids=["stock", "deferred"])
 @pytest.mark.parametrize("which", [core_verify, conv_verify], ids=["kda", "conv"])
 def test_a_checked_verify_names_row_and_value(checked, rows, words, deferred, which):
-    """Nothing is launched: every byte stays."""
+    """Nothing is launched: every byte stays. One record row or slot twice is such a fault (B26)."""
     if which is conv_verify and not deferred and rows[1].row == 6:
         pytest.skip("without pending a convolution verify does not know the number of record rows")
     pool, _ = checked_pool(checked)
@@ -64,7 +64,7 @@ def test_a_checked_verify_names_row_and_value(checked, rows, words, deferred, wh
 @pytest.mark.parametrize("value", [-1, 5, HUGE])
 @pytest.mark.parametrize("call", ["verify", "conv", "flush", "drain"])
 def test_checked_mode_names_a_pending_count_out_of_range(checked, value, call):
-    """Pending of a row of the step outside 0..Q raises in every call that would replay it."""
+    """Pending of a row of the step outside 0..Q raises in every call that would replay it (B38)."""
     pool, _ = checked_pool(checked)
     pool.pending[1] = value
     batch = Batch(pool, [Row(3, 0, 4), Row(4, 1, 4)])

@@ -91,7 +91,7 @@ def test_a_slot_or_row_out_of_range_is_null_or_scratch_in_every_call(backend_dev
 @pytest.mark.parametrize(("value", "meant"), [(5, 4), (HUGE, 4), (-1, 0), (LOW, 0)])
 @pytest.mark.parametrize("method", ["verify", "flush", "drain"])
 def test_a_pending_count_out_of_range_is_clamped(backend_device, value, meant, method):
-    """Counts above Q replay Q records, negative ones none."""
+    """Counts above Q replay Q records, negative ones none (B38)."""
     backend_device.spare(value in (HUGE, LOW) and method != "verify")
     pool = pending_pool(backend_device)
     twin = pool.twin()

@@ -48,7 +48,7 @@ def blocks_of(document, *languages):
     """The blocks of a document in order; those of some languages, or all."""
     source = (ROOT / document).read_text()
     found = []
-    for match in re.finditer(r"^ *```(\w+)(?: (\w+))?\n(.*?)^ *```$", source, flags=re.M | re.S):
+    for match in re.finditer(r"^ *```(\w+)(?: (\w+))?\n(.*?)^ *```$", source, flags=re.MULTILINE | re.DOTALL):
         line = source.count("\n", 0, match.start(3)) + 1
         found.append(Block(document, line, match[1], match[2] or "", match[3]))
     return [block for block in found if not languages or block.language in languages]
@@ -80,7 +80,7 @@ def test_python_blocks_run_in_order_and_print_what_they_say(document, capsys, mo
             continue
         assert block.mark == "", f"{block}: unknown mark {block.mark!r}"
         exec(compile(tree, str(ROOT / document), "exec"), names)
-        promised = re.findall(r"^ *print\(.*\)  # (.*)$", block.text, flags=re.M)
+        promised = re.findall(r"^ *print\(.*\)  # (.*)$", block.text, flags=re.MULTILINE)
         assert capsys.readouterr().out.splitlines() == promised, str(block)
 
 
@@ -135,7 +135,7 @@ def test_data_blocks_parse(document):
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_to_files_and_headings_that_exist(document):
     """Relative links resolve from the document's folder; a fragment is a heading of its target."""
-    source = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.S)
+    source = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)\)", source):
         if target.startswith(("http://", "https://")):
             continue
@@ -143,7 +143,7 @@ def test_links_lead_to_files_and_headings_that_exist(document):
         file = (ROOT / document).parent / path if path else ROOT / document
         assert file.exists(), f"{document}: no {target}"
         if fragment:
-            headings = re.findall(r"^#+ (.*)$", file.read_text(), flags=re.M)
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), flags=re.MULTILINE)
             anchors = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
             assert fragment in anchors, f"{document}: no heading {target}"
 
@@ -199,7 +199,7 @@ def check_graphrt(arguments):
 
 
 def check_make(arguments):
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     missing = [word for word in arguments if "=" not in word and not word.startswith("-") and word not in targets]
     assert not missing, f"no target {missing}"
 
@@ -208,7 +208,7 @@ def check_python(arguments):
     """A module is ours or known; a script of the checkout exists and names every option that is given to it."""
     if arguments[0] == "-m":
         module, *rest = arguments[1:]
-        if module in ("venv",):
+        if module == "venv":
             return
         assert module in CHECKS, f"nothing checks module {module!r}"
         CHECKS[module](rest)

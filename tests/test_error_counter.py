@@ -7,7 +7,7 @@ from steps import Batch, Row, commit, core_verify, verify
 from truth import start
 
 from graphrt import ErrorKind, error_counter, error_counts, error_report, reset_errors
-from graphrt.errors import NUM_KINDS
+from graphrt.errors import NUM_KINDS, _seen_from
 
 HUGE = 1 << 30
 CPU = torch.device("cpu")
@@ -69,6 +69,15 @@ def test_a_plain_align_commit_into_an_unallocated_block_is_counted(backend_devic
     commit(batch, [2], deferred=False, mamba_block_size=16, **align)
     assert pool.context.commit_lens.tolist()[0] == 0
     assert pool.errors() == {"eager_null": 1}
+
+
+def test_one_piece_of_memory_has_two_names():
+    """What is written under the device's name is read under the host's."""
+    host = torch.arange(6, dtype=torch.int32)
+    seen = _seen_from(CPU, host)
+    assert seen.data_ptr() == host.data_ptr() and seen.shape == host.shape and seen.dtype == host.dtype
+    seen[2] += 40
+    assert host.tolist() == [0, 1, 42, 3, 4, 5]
 
 
 def test_kinds_have_a_place_and_a_meaning():

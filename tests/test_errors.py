@@ -199,7 +199,7 @@ VERIFY_FAULTS = {
         {"state_indices": torch.empty(2, dtype=INT32, device=META)}, "state_indices", ("cpu", "meta")),
     "rows too short": ({"record_rows": ints(0)}, "record_rows", ("2", "1")),
     "a window over the records": ({"spec_query_len": 5}, "records", ("4", "5")),
-    "a window of nothing": ({"spec_query_len": 0}, "", ("0",)),
+    "a window of nothing": ({"spec_query_len": 0}, "spec_query_len", ("at least 1", "0")),
     "checkpoint of other heads": (
         {"checkpoint_state": WRONG(4, 3, 16, 16)}, "q", ("2", "3")),
     "checkpoint that is transposed": (

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def test_rows_are_distinct_python_integers_that_never_change():
-    """Rows handed out stay what they were when others are released and admitted."""
+    """Rows handed out stay what they were when others are released and admitted (B27)."""
     slots = RecordSlots(4, CPU)
     a, b = slots.admit("a"), slots.admit("b")
     slots.release("b")
@@ -103,7 +103,7 @@ def test_a_thousand_cycles_leak_no_row():
 
 def test_a_reused_record_row_folds_nothing_of_its_last_owner(backend_device):
     """A leaves with three accepted tokens pending; B takes its row and another slot and is the oracle's from
-    zero.
+    zero (B23).
     """
     pool = Pool(backend_device, backend_device.shape(layers=1))
     slots = RecordSlots(pool.shape.rows, torch.device(pool.device))

@@ -107,8 +107,7 @@ def run(service, actions, seed):
     for _ in range(actions):
         service.act(pick)
         service.check()
-    for request in list(service.live):
-        service.finish(request)
+    service.finish_all(pick)
     service.check()
     service.close()
 

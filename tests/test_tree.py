@@ -4,6 +4,7 @@ import ast
 import importlib
 import inspect
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("graphrt", "graphrt.capture", "graphrt.testing")
+# Called by nobody here: names of the system whose contract this project keeps, which its engine calls.
+OF_THE_CONTRACT = {"commit_f32", "use_commit_f32"}
 PUBLIC = [
     pytest.param(package, name, id=f"{package}.{name}")
     for package in PACKAGES
@@ -131,3 +134,17 @@ def test_nothing_in_the_package_asserts_or_prints():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
         ]
         assert found == [], f"{path.relative_to(ROOT)}: {found}"
+
+
+def test_every_function_and_class_of_the_package_is_used_or_documented():
+    """A name that stands once in package, tools and documents is dead code. Hooks of Python are called by Python."""
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    texts = {path: path.read_text() for path in [*package_files(), *(ROOT / "tools").glob("*.py"), *documents]}
+    count = Counter(word for text in texts.values() for word in re.findall(r"\w+", text))
+    defined = {
+        node.name
+        for path in package_files()
+        for node in ast.walk(ast.parse(texts[path]))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("__")
+    }
+    assert {name for name in defined if count[name] == 1} - OF_THE_CONTRACT == set()

@@ -2,7 +2,7 @@
 
 Warp 0 stores 32 floats to shared memory, synchronises the warp, and arrives: one lane for all, or all 32 lanes. Warp 1
 waits at the barrier and reads them, each lane that of another. The order is the same: a warp barrier orders the stores
-of all lanes before what any lane does behind it, and the arrival releases all that came before it. `tools/sanitize.py`
+of all lanes before what any lane does behind it, and the arrival releases all that came before it. `tools/racecheck.py`
 runs both forms under racecheck: it reports hazards in the first and none in the second.
 """
 

@@ -1,10 +1,10 @@
-"""The `graphrt` command. Each subcommand imports what it needs when it runs, so that `--help` is instant."""
+"""The `graphrt` command, a file for each subcommand. Each imports what it needs when it runs."""
 
 from typing import Annotated
 
 import typer
 
-from . import demo, doctor, graph, plan, profile
+from . import bench, demo, doctor, graph, plan, profile
 
 app = typer.Typer(
     help="CUDA-graph-centric runtime for speculative decoding with Kimi Delta Attention.",
@@ -30,5 +30,5 @@ def main(
     """Options before the subcommand."""
 
 
-for command in (doctor.doctor, plan.plan, demo.demo, graph.graph, profile.profile):
+for command in (doctor.doctor, plan.plan, demo.demo, bench.bench, graph.graph, profile.profile):
     app.command()(command)

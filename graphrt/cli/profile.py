@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.console import RenderableType
@@ -126,8 +126,7 @@ def _loop(workload: "Workload", place: "torch.device") -> Callable[[int], None]:
     from graphrt.capture import record
     from graphrt.capture.tape import TapeRecording
 
-    recording = record(workload.run, device=place, name="step")
-    assert isinstance(recording, TapeRecording)
+    recording = cast(TapeRecording, record(workload.run, device=place, name="step"))
 
     def replay(steps: int) -> None:
         for _ in range(steps):

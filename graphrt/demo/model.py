@@ -87,7 +87,8 @@ class Block(nn.Module):
         gate = torch.sigmoid(self.gate_up(self.gate_down(n)))
         x = x + self.out(self.head_norm(heads).flatten(-2) * gate)
         a, b = self.mlp_up(self.mlp_norm(x)).chunk(2, dim=-1)
-        return x + self.mlp_down(F.silu(a) * b)
+        down: Tensor = self.mlp_down(F.silu(a) * b)
+        return x + down
 
 
 class ByteModel(nn.Module):

@@ -37,7 +37,10 @@ def causal_convolution(x: Tensor, weight: Tensor) -> Tensor:
     """Depthwise convolution over time: x [batch, T, D], weight [D, W]; the last tap is the current token."""
     taps = weight.shape[1]
     padded = F.pad(x, (0, 0, taps - 1, 0))
-    return sum(padded[:, j : j + x.shape[1]] * weight[:, j] for j in range(taps))
+    y = padded[:, : x.shape[1]] * weight[:, 0]
+    for j in range(1, taps):
+        y = y + padded[:, j : j + x.shape[1]] * weight[:, j]
+    return y
 
 
 def l2_normalise(x: Tensor) -> Tensor:
@@ -69,7 +72,8 @@ def chunk_kda(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tenso
 def _into_chunks(x: Tensor) -> Tensor:
     """[batch, T, H, D] -> [batch, chunks, H, CHUNK, D]; tokens added at the end are zero and change no state."""
     x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % CHUNK))
-    return x.unflatten(1, (-1, CHUNK)).permute(0, 1, 3, 2, 4)
+    chunks: Tensor = x.unflatten(1, (-1, CHUNK))
+    return chunks.permute(0, 1, 3, 2, 4)
 
 
 def _run_chunks(

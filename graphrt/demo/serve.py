@@ -95,7 +95,7 @@ class DecodeLoop:
         columns = max(r.target for r in requests) + spec_query_len
         self.texts = Texts.allocate(batch, columns, spec_query_len, self.device)
         work = SpeculativeModel(model, self.layers, self.texts, backend, self.mode.drafting)
-        self.inputs = StepInputs(batch, spec_query_len, self.device)
+        self.inputs = StepInputs(batch, spec_query_len, self.device, ledger=self.slots)
         self.step = DecodeStep(
             self.context,
             self.slots.pending,
@@ -164,7 +164,13 @@ class DecodeLoop:
             record_rows=record_rows,
             query_start_loc=[0, *accumulate(lengths)],
             num_computed_tokens=computed,
+            generation=[self._generation(row) for row in range(i.max_num_reqs)],
         )
+
+    def _generation(self, row: int) -> int:
+        """Of its record row; 0 for a batch row that nobody is in."""
+        request = self._running.get(row)
+        return self.slots.generations([request.name])[0] if request else 0
 
     def _collect(self, row: int) -> None:
         """Drain the finished request's state, read its text, and release its record row."""
@@ -173,7 +179,7 @@ class DecodeLoop:
         slot = _slot_of(record_row)
         indices = torch.tensor([[slot], [record_row]], dtype=torch.int32, device=self.device)
         self.context.drain(indices[0], indices[1], self.slots.pending)
-        end, history = request.target, self.layers[0].conv_weight.shape[1] - 1
+        end, history = request.target, self.context.conv_history_len
         states = []
         for layer in self.layers:
             conv_state, checkpoint = layer.kv_cache

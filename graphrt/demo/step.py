@@ -6,7 +6,9 @@ window of a row is its known tokens whose state is still to be computed (a promp
 was just chosen), and behind a single such token the drafts.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -70,7 +72,8 @@ def make_layers(
     model: ByteModel, num_slots: int, max_num_reqs: int, spec_query_len: int, device: torch.device
 ) -> list[KDALayer]:
     """The model's KDA layers with zeroed states [num_slots, ...] and records of `max_num_reqs` rows."""
-    return [_make_layer(block, model.config, num_slots, max_num_reqs, spec_query_len, device) for block in model.blocks]
+    blocks = cast(Iterable[Block], model.blocks)
+    return [_make_layer(block, model.config, num_slots, max_num_reqs, spec_query_len, device) for block in blocks]
 
 
 def _make_layer(
@@ -142,7 +145,7 @@ class SpeculativeModel:
         c, state = block.config, self.layers[layer]
         heads = (c.num_heads, c.head_dim)
         step = (rows.query_start_loc, rows.state_indices, rows.spec_query_len)
-        owned = {"record_rows": rows.record_rows, "pending": rows.pending, "backend": self.backend}
+        owned: dict[str, Any] = {"record_rows": rows.record_rows, "pending": rows.pending, "backend": self.backend}
         conv_state, checkpoint = state.kv_cache
         mixed = kda_conv_verify(qkv, conv_state, block.conv_weight, None, *step, **owned)
         q, k, v = mixed[None].unflatten(-1, (3, *heads)).unbind(2)

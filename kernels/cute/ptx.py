@@ -162,16 +162,6 @@ def split_tf32(x, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def as_float(bits, *, loc=None, ip=None):
-    return Float32(llvm.bitcast(T.f32(), Int32(bits).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
-
-
-@dsl_user_op
-def as_bits(x, *, loc=None, ip=None):
-    return Int32(llvm.bitcast(T.i32(), Float32(x).ir_value(loc=loc, ip=ip), loc=loc, ip=ip))
-
-
-@dsl_user_op
 def mma_tf32(d, a, b, *, loc=None, ip=None):
     """d + a b with `mma.m16n8k8`: d 4 floats, a 4 and b 2 TF32 bit patterns. Returns the new d."""
     f32 = T.f32()

@@ -84,6 +84,40 @@ def test_replayed_steps_decode_what_one_token_at_a_time_decodes(device, sizes):
     assert (toy.step.last_miss_reason is None) == (sizes is None)
 
 
+def test_k_steps_are_k_replays_and_nothing_of_the_host_between_them(device, monkeypatch):
+    """No callable runs, nothing of graphrt is launched and nothing waits: the recording alone makes k steps of one."""
+    toy, twin = started(device), started(device)
+    recording, calls = toy.step.recording(3), []
+    replay = type(recording).replay
+    monkeypatch.setattr(type(recording), "replay", lambda self: (calls.append(self), replay(self)))
+    toy.step.verify = toy.step.sample = lambda *_: pytest.fail("a callable ran in a replay")
+    # A tape's own launches do not pass through here, nor those of a graph.
+    monkeypatch.setattr("graphrt.capture.step.launch", lambda name, *_: pytest.fail(f"{name} was launched"))
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        toy.step.replay(3, steps=9)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert calls == [recording] * 9
+    for _ in range(9):
+        twin.step.replay(3)
+    assert_same(toy.everything(), twin.everything(), "nine steps at once and one by one")
+
+
+def test_a_recorded_step_can_be_looked_at(device):
+    """The recording that a number of rows replays; none where they run eagerly."""
+    toy = Toy(device, sizes=[1, 2])
+    assert toy.step.recording(1) is None
+    toy.step.capture(progress=False)
+    assert toy.step.recording(1).num_nodes > 0 and toy.step.recording(1) is not toy.step.recording(2)
+    assert toy.step.recording(3) is None
+    with pytest.raises(ValueError, match=r"^num_reqs: expected 0\.\.3"):
+        toy.step.recording(4)
+
+
 def test_drafts_are_accepted_and_rejected(device):
     """The toy is a test of speculation only if steps accept different counts."""
     toy, seen = started(device), set()
@@ -141,7 +175,7 @@ def test_align_mode_moves_the_state_from_block_to_block(device, flush):
 
 
 def test_a_step_without_a_commit_has_accepted_nothing(device):
-    """Abandoned after its verify, a step counts as accepted 0; the next one gives the bytes of an undisturbed run."""
+    """Abandoned after its verify, a step counts as accepted 0; the next gives the bytes of an undisturbed run (B39)."""
     toy, twin = started(device), started(device)
     for one in (toy, twin):
         one.step.replay(3, steps=4)
@@ -276,7 +310,7 @@ def test_a_recorded_step_is_the_launches_it_says(device):
         pytest.skip("names of launches are those of the tape")
     for flush in (False, True):
         step = started(device, flush=flush).step
-        names = [node.name for node in step._recordings.replay("step", 3).nodes]
+        names = [node.name for node in step.recording(3).nodes]
         own = [name for name in names if name.startswith("graphrt.")]
         verifies = ["graphrt.conv_verify", "graphrt.deferred_verify"] * 2
         drain = ["graphrt.drain"] if flush else []

@@ -96,9 +96,9 @@ def test_an_error_of_the_warmup_is_the_functions_own():
     ("change", "message"),
     [
         ({"device": "meta"}, r"^device: expected cpu or cuda, got meta"),
-        ({"warmup": -1}, r"^warmup: expected a count of 0 or more, got -1"),
+        ({"warmup": -1}, r"^warmup: expected at least 0, got -1"),
         ({"warmup": True}, r"^warmup: "),
-        ({"fn": 3}, r"^fn: expected a function without arguments, got int"),
+        ({"fn": 3}, r"^fn: expected a function, got int"),
     ],
 )
 def test_a_bad_argument_is_named(change, message):

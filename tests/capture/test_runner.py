@@ -339,11 +339,11 @@ def test_bad_arguments_are_named(device):
     engine = Engine(device)
     runner = make(engine, [2])
     for call, message in (
-        (lambda: make(engine, [0, 2]), "capture_sizes: expected sizes in 1..6"),
-        (lambda: make(engine, [7]), "capture_sizes: expected sizes in 1..6"),
+        (lambda: make(engine, [0, 2]), "capture_sizes: expected at least one int, each in 1..6"),
+        (lambda: make(engine, [7]), "capture_sizes: expected at least one int, each in 1..6"),
         (lambda: make(engine, mamba_block_size=SIZE), "inputs: expected a block_table_width of at least 1"),
         (lambda: make(engine, width=1, mamba_block_size=3), "mamba_block_size: expected at least one window"),
-        (lambda: runner.capture(modes=["verify"]), "modes: expected some of commit, flush, drain, got 'verify'"),
+        (lambda: runner.capture(modes=["verify"]), "modes: expected some of commit, flush, drain, got ['verify']"),
         (lambda: runner.commit(7), "num_reqs: expected 0..6"),
         (lambda: runner.commit(-1), "num_reqs: expected 0..6"),
         (

@@ -4,10 +4,15 @@ Each case is a call inside a recording and a piece of the error: the call as the
 """
 
 import copy
+import io
+import pickle
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 
@@ -36,6 +41,10 @@ HOST_READS = {
     "f-string": lambda s: f"{s['n']}",
     "copy.deepcopy": lambda s: copy.deepcopy(s["x"]),
     "`in` on a tensor": lambda s: 5 in s["x"],
+    "saving a tensor (pickle": lambda s: pickle.dumps(s["x"]),
+    "saving a tensor (pickle, torch.save": lambda s: torch.save({"x": [s["x"]]}, io.BytesIO()),
+    "torch.save, safetensors, copy.copy": lambda s: copy.copy(s["x"]),
+    "torch.save, safetensors": lambda s: safetensors.torch.save({"x": s["x"]}),
     ".is_nonzero()": lambda s: s["n"].is_nonzero(),
     "torch.is_nonzero": lambda s: torch.is_nonzero(s["n"]),
     "torch.equal": lambda s: torch.equal(s["x"], s["x"]),
@@ -100,7 +109,22 @@ MEMORY = {
     "gradients enabled": lambda s: torch.enable_grad()(lambda: s["x"] + 1)(),
 }
 
-REFUSED = {**HOST_READS, **HOST_DATA, **SHAPES, **MEMORY}
+
+def in_a_pool(s):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(s["x"].add_, 1).result()
+
+
+THREADS = {
+    "Thread.start() gives work to another thread": lambda s: threading.Thread(target=s["x"].add_, args=(1,)).start(),
+    "ThreadPoolExecutor.submit() gives work": in_a_pool,
+    "ThreadPoolExecutor.submit()": lambda s: running_pool.submit(s["x"].add_, 1).result(),
+}
+
+running_pool = ThreadPoolExecutor(1)
+running_pool.submit(int).result()
+
+REFUSED = {**THREADS, **HOST_READS, **HOST_DATA, **SHAPES, **MEMORY}
 
 
 def tensors():
@@ -165,6 +189,38 @@ def test_questions_about_metadata_are_answered(use):
         use(state)
 
     assert record(fn, device="cpu", warmup=0).num_nodes == 1
+
+
+def test_threads_record_side_by_side():
+    """Two threads record at once; another starts threads meanwhile, and afterwards everybody may again (B68)."""
+    sums, inside, go = {}, threading.Barrier(3, timeout=60), threading.Event()
+
+    def work(number):
+        x = torch.zeros(3)
+
+        def step():
+            inside.wait()
+            go.wait(60)
+            return x.add_(number)
+
+        recording = record(step, device="cpu", warmup=0)
+        for _ in range(4):
+            recording.replay()
+        sums[number] = x.tolist()
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in (1, 2)]
+    for thread in threads:
+        thread.start()
+    inside.wait()
+    other = threading.Thread(target=sums.setdefault, args=(3, "started"))
+    other.start()
+    other.join()
+    go.set()
+    for thread in threads:
+        thread.join()
+    assert sums == {1: [4.0] * 3, 2: [8.0] * 3, 3: "started"}
+    assert ThreadPoolExecutor.submit.__module__ == "concurrent.futures.thread"
+    assert threading.Thread.start.__module__ == "threading"
 
 
 def test_a_refusal_that_the_function_swallows_still_fails_the_recording():

@@ -144,10 +144,11 @@ def test_the_demo_passes_on_a_gpu_and_times_its_steps(tmp_path, backend):
 
 
 @pytest.mark.sm90
-def test_the_demo_is_faster_with_fp32_deferred_than_with_triton(tmp_path):
-    """The whole step, model and sampling included, in replay with deferred commit."""
+def test_the_demo_is_faster_with_fp32_deferred_than_with_triton(monkeypatch, tmp_path):
+    """The whole step, model and sampling included, in replay with deferred commit, as `graphrt demo` shows it."""
+    monkeypatch.setattr(run, "make_requests", make_requests)
     report = tmp_path / "report.json"
-    result = invoke("--device", "cuda", "--query-len", "8", "--json", str(report))
+    result = invoke("--device", "cuda", "--batch", "4", "--query-len", "8", "--json", str(report))
     assert result.exit_code == 0, result.output
     written = json.loads(report.read_text())
     assert written["backend"] == "fp32_deferred", written["backend_reason"]

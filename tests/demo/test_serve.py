@@ -36,7 +36,8 @@ def test_every_request_gets_its_prompt_and_exactly_its_tokens(model, short_reque
 def test_record_rows_of_finished_requests_are_used_again(model, short_requests):
     loop = finished(model, short_requests)
     assert {c.record_row for c in loop.completions.values()} == {0, 1}
-    assert loop.slots.generation.tolist() != [1, 1] and loop.slots.generation.sum().item() == 4
+    # Four requests came to two rows and left them.
+    assert loop.slots.generation.sum().item() == 2 * 4
     assert loop.slots.pending.tolist() == [0, 0]
 
 

@@ -1,0 +1,204 @@
+"""A runtime's states in a file, and back: between two steps, with nothing folded, so that a run goes on bit for bit.
+
+The file is safetensors, format version 1. Tensors: per layer `checkpoint.i`, `conv_state.i`, `correction.i` and
+`key_gate.i`; `pending` and `generation`. Metadata: the sizes and dtypes, the fingerprint of the weights, the slots,
+and who owns which record row. What does not fit is refused before anything is written.
+"""
+
+import ctypes
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .checked import check_committed
+from .checks import fail
+from .context import KDARecoverSSMCommitContext
+from .slots import RecordSlots
+
+FORMAT = "graphrt-state"
+VERSION = 1
+
+
+def weights_fingerprint(context: KDARecoverSSMCommitContext, weights: str = "") -> str:
+    """SHA-256 of the parameters that a fold uses, A_log, dt_bias and the gate's bound of every layer. Synchronises.
+
+    Args:
+        weights: the engine's own name for the rest of its weights; another name gives another fingerprint.
+    """
+    digest = hashlib.sha256(f"{weights}\n{context.lower_bound}\n".encode())
+    for parameter in (*context.stack.A_logs, *context.stack.dt_biases):
+        digest.update(str(parameter.dtype).encode())
+        digest.update(_bytes(parameter))
+    return digest.hexdigest()
+
+
+def save_state(
+    path: str | os.PathLike[str],
+    context: KDARecoverSSMCommitContext,
+    ledger: RecordSlots,
+    *,
+    slots: Sequence[int] | None = None,
+    weights: str = "",
+) -> None:
+    """Write checkpoints, convolution states, records, pending counts and the ledger to a file. Synchronises.
+
+    Between a commit and the next verify only. What is pending stays pending. The file appears whole or not at all.
+
+    Args:
+        slots: the state slots to save, all of them by default.
+        weights: the engine's own name for its weights, part of the fingerprint.
+
+    Raises:
+        ValueError: for a slot that is not there, a ledger of another size, or a request id that is neither str nor int.
+        RuntimeError: in checked mode, if the last verify of a record row was not committed.
+    """
+    stack = context.stack
+    _check_ledger(context, ledger)
+    chosen = list(range(stack.geometry.num_slots)) if slots is None else list(slots)
+    for slot in chosen:
+        if type(slot) is not int or not 0 <= slot < stack.geometry.num_slots:
+            fail("slots", f"state slots below {stack.geometry.num_slots}", repr(slot))
+    contents = ledger.contents()
+    for request_id in (*contents["requests"], *contents["preempted"]):
+        if type(request_id) not in (str, int):
+            fail("ledger", "requests whose ids are str or int, which a file can hold", repr(request_id))
+    check_committed(list(range(stack.geometry.num_rows)), stack.corrections)
+
+    index = None if slots is None else torch.tensor(chosen, dtype=torch.int64, device=stack.device)
+    tensors = {name: t if index is None or not by_slot else t[index] for name, t, by_slot in _tensors(context)}
+    tensors |= {"pending": ledger.pending, "generation": ledger.generation}
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "sizes": json.dumps(_sizes(context)),
+        "weights": weights_fingerprint(context, weights),
+        "slots": json.dumps(chosen),
+        "ledger": json.dumps({**contents, "requests": list(contents["requests"].items())}),
+    }
+    target = Path(path)
+    part = target.with_name(target.name + ".part")
+    try:
+        save_file({name: _own(t) for name, t in tensors.items()}, part, metadata)
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def load_state(
+    path: str | os.PathLike[str], context: KDARecoverSSMCommitContext, ledger: RecordSlots, *, weights: str = ""
+) -> None:
+    """Put a saved run into a context and a ledger without requests; their tensors stay where they are. Synchronises.
+
+    Slots that are not in the file keep their contents.
+
+    Args:
+        weights: as it was given to `save_state`.
+
+    Raises:
+        ValueError: for a file that is not such a file, or of another version, size, dtype or weights, in one sentence
+            with both values; nothing is written then. Also for a ledger that has requests.
+    """
+    _check_ledger(context, ledger)
+    if len(ledger) or ledger.num_preempted:
+        fail("ledger", "one without requests", f"one with {len(ledger) + ledger.num_preempted}", "reset() it")
+    try:
+        with safe_open(path, framework="pt") as file:
+            _load(Path(path), file, context, ledger, weights)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a {FORMAT} file ({error})") from error
+
+
+def _load(path: Path, file: Any, context: KDARecoverSSMCommitContext, ledger: RecordSlots, weights: str) -> None:
+    saved = file.metadata() or {}
+    if saved.get("format") != FORMAT:
+        raise ValueError(f"{path}: not a {FORMAT} file: its format is {saved.get('format', 'not named')}")
+    if saved["version"] != str(VERSION):
+        _refuse(path, "version", saved["version"], VERSION)
+    theirs = json.loads(saved["sizes"])
+    for name, here in _sizes(context).items():
+        if theirs.get(name) != here:
+            _refuse(path, name, theirs.get(name), here)
+    fingerprint = weights_fingerprint(context, weights)
+    if saved["weights"] != fingerprint:
+        _refuse(path, "weights fingerprint", saved["weights"], fingerprint)
+    slots = json.loads(saved["slots"])
+    targets = [(name, t, slots if by_slot else None) for name, t, by_slot in _tensors(context)]
+    targets += [("pending", ledger.pending, None)]
+    present = set(file.keys())
+    for name, t, rows in targets:
+        shape = [*t.shape] if rows is None else [len(rows), *t.shape[1:]]
+        found = file.get_slice(name).get_shape() if name in present else "absent"
+        if found != shape:
+            _refuse(path, f"shape of {name}", found, shape)
+
+    contents = json.loads(saved["ledger"])
+    ledger.restore({**contents, "requests": dict(map(tuple, contents["requests"]))})
+    for name, t, rows in targets:
+        value = file.get_tensor(name).to(t.device)
+        if rows is None:
+            t.copy_(value)
+        else:
+            t[torch.tensor(rows, dtype=torch.int64, device=t.device)] = value
+
+
+def _refuse(path: Path, what: str, saved: object, here: object) -> NoReturn:
+    raise ValueError(f"{path}: {what} is {saved} in the file and {here} here")
+
+
+def _tensors(context: KDARecoverSSMCommitContext) -> Iterator[tuple[str, Tensor, bool]]:
+    """Name, tensor, and whether its rows are state slots (else record rows)."""
+    stack = context.stack
+    for kind, tensors, by_slot in (
+        ("checkpoint", stack.checkpoints, True),
+        ("conv_state", stack.conv_states, True),
+        ("correction", stack.corrections, False),
+        ("key_gate", stack.key_gates, False),
+    ):
+        for i, t in enumerate(tensors):
+            yield f"{kind}.{i}", t, by_slot
+
+
+def _sizes(context: KDARecoverSSMCommitContext) -> dict[str, Any]:
+    """What must be the same on both sides, under the names of a message."""
+    stack = context.stack
+    _, heads, head_dim, _ = stack.checkpoints[0].shape
+    return {
+        "number of layers": len(stack.checkpoints),
+        "number of state slots": stack.geometry.num_slots,
+        "number of record rows": stack.geometry.num_rows,
+        "spec_query_len": stack.spec_query_len,
+        "local_num_heads": heads,
+        "head_dim": head_dim,
+        "conv_dim": stack.conv_states[0].shape[1],
+        "columns of a convolution state": stack.conv_states[0].shape[2],
+        "conv_width": stack.hist + 1,
+        "dtype of the checkpoints": str(stack.checkpoints[0].dtype),
+        "dtype of the convolution states": str(stack.conv_states[0].dtype),
+        "dtype of the records' corrections": str(stack.corrections[0].dtype),
+        "dtype of the records' keys": str(stack.key_gates[0].dtype),
+    }
+
+
+def _check_ledger(context: KDARecoverSSMCommitContext, ledger: RecordSlots) -> None:
+    num_rows, rows = context.stack.geometry.num_rows, ledger.pending.shape[0]
+    if rows != num_rows:
+        fail("ledger", f"{num_rows} rows, as the records have", rows)
+
+
+def _own(t: Tensor) -> Tensor:
+    """On the host, in memory of its own: a file takes no tensors that share theirs."""
+    host = t.detach().contiguous().cpu()
+    return host.clone() if host.data_ptr() == t.data_ptr() else host
+
+
+def _bytes(t: Tensor) -> bytes:
+    host = t.detach().cpu().contiguous()
+    return ctypes.string_at(host.data_ptr(), host.nbytes)

@@ -1,0 +1,185 @@
+"""Whole states of requests: read, copied, moved and cleared, with what is pending folded first.
+
+A request's persistent tensors are its checkpoint and its convolution history, one of each a layer. The records are
+work space that every verify rewrites; what they hold beyond the checkpoint is `pending`. So whoever takes a checkpoint
+to another place (a copy, an export, a prefix cache) must have it drained, and everything here that reads one does so.
+To publish a block in place, `drain` it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .checks import check_tensor, fail
+from .layers import LayerStack
+from .sentinels import NULL_BLOCK_ID, SCRATCH_ROW
+from .steps import Owners, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RequestState:
+    """The state of one request after its accepted tokens; tensors of its own, one of each a layer."""
+
+    checkpoints: list[Tensor]
+    """[H, V, K]"""
+    histories: list[Tensor]
+    """[conv_dim, W - 1]: the last accepted inputs of the convolution."""
+    num_computed_tokens: int
+    """How many tokens are in it, as the caller counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoundaryBlock:
+    """A state block that the last commit wrote with the state at exactly its end: a prefix cache may publish it."""
+
+    row: int
+    """Batch row."""
+    slot: int
+    """The block's state slot."""
+    num_accepted: int
+    """Tokens of the row's window up to the boundary: it lies at `num_computed_tokens + num_accepted`."""
+
+
+class StateAccess:
+    """What a commit context does with whole states. Not for a recording: tensors are made here, in stream order."""
+
+    stack: LayerStack
+    plan: Plan
+
+    def drain(self, state_indices: Tensor, record_rows: Tensor, pending: Tensor, owners: Owners | None = None) -> None:
+        raise NotImplementedError
+
+    @property
+    def persistent(self) -> dict[str, list[Tensor]]:
+        """What outlives a step, by name, one tensor a layer: all that a copy of a state slot has to copy.
+
+        `checkpoint` [slots, H, V, K]; `conv_history` [slots, conv_dim, W - 1], where nothing is pending.
+        """
+        hist = self.stack.hist
+        return {
+            "checkpoint": self.stack.checkpoints,
+            "conv_history": [state[:, :, :hist] for state in self.stack.conv_states],
+        }
+
+    @property
+    def workspace(self) -> dict[str, list[Tensor]]:
+        """What every step rewrites: the records, by record row, the window's convolution inputs, and the plan."""
+        stack, plan = self.stack, self.plan
+        return {
+            "correction": stack.corrections,
+            "key_gate": stack.key_gates,
+            "conv_window": [state[:, :, stack.hist :] for state in stack.conv_states],
+            "plan": [
+                plan.commit_lens,
+                plan.final_state_indices,
+                plan.boundary_state_indices,
+                plan.boundary_recovery_lens,
+            ],
+        }
+
+    def read_state(self, slot: int, row: int, pending: Tensor, num_computed_tokens: int = 0) -> RequestState:
+        """A copy of the state in a slot, what its record row has pending folded first. Between commit and verify only.
+
+        Args:
+            slot: state slot of the request; in align mode that of the block which holds its state.
+            row: its record row, or SCRATCH_ROW for a slot without an owner (a published block).
+            pending: [R] int32 (`RecordSlots.pending`).
+            num_computed_tokens: how many tokens the state holds, to go with it.
+
+        Raises:
+            ValueError: naming the argument.
+            RuntimeError: in checked mode, if the row's last verify was not committed.
+        """
+        self._drain_one("slot", slot, row, pending)
+        checkpoints, histories = ([t[slot].clone() for t in tensors] for tensors in self.persistent.values())
+        return RequestState(checkpoints, histories, num_computed_tokens)
+
+    def write_state(self, slot: int, state: RequestState, row: int, pending: Tensor) -> None:
+        """Put a state that `read_state` gave, here or elsewhere, into a slot.
+
+        Args:
+            row: record row of the request that owns the slot, or SCRATCH_ROW; what it had pending is dropped.
+        """
+        self._check_slot("slot", slot)
+        for name, given, tensors in (
+            ("state.checkpoints", state.checkpoints, self.stack.checkpoints),
+            ("state.histories", state.histories, self.persistent["conv_history"]),
+        ):
+            if len(given) != len(tensors):
+                fail(name, f"one tensor for each of {len(tensors)} layers", len(given))
+            for i, (one, pool) in enumerate(zip(given, tensors, strict=True)):
+                check_tensor(f"{name}[{i}]", one, tuple(pool.shape[1:]), (pool.dtype,), one.device)
+        self._forget_pending(row, pending)
+        for given, tensors in zip((state.checkpoints, state.histories), self.persistent.values(), strict=True):
+            for one, pool in zip(given, tensors, strict=True):
+                pool[slot].copy_(one)
+
+    def copy_state(self, source: int, target: int, row: int, pending: Tensor, target_row: int = SCRATCH_ROW) -> None:
+        """Copy a slot's state to another slot, what is pending folded into the source first.
+
+        Args:
+            source, target: state slots.
+            row: record row of the request in the source slot, or SCRATCH_ROW for a slot without an owner.
+            target_row: likewise of the target slot; what it had pending is dropped.
+
+        Raises:
+            ValueError: naming the argument.
+            RuntimeError: in checked mode, if the row's last verify was not committed.
+        """
+        self._check_slot("target", target)
+        if row >= 0 and row == target_row:
+            fail("target_row", "another row than the source's", target_row)
+        self._drain_one("source", source, row, pending)
+        self._forget_pending(target_row, pending)
+        for tensors in self.persistent.values():
+            for pool in tensors:
+                pool[target].copy_(pool[source])
+
+    def zero_state(self, slot: int) -> None:
+        """The state of a request without tokens: zero checkpoint, zero convolution history. In stream order."""
+        self._check_slot("slot", slot)
+        for tensors in self.persistent.values():
+            for pool in tensors:
+                pool[slot].zero_()
+
+    def boundary_blocks(self, num_reqs: int) -> list[BoundaryBlock]:
+        """Align mode: the blocks whose boundary state the last commit wrote, in row order. Synchronises.
+
+        A block that is not in the list was not written: it is null in the table, past its end, or the row did not
+        reach its end. On the device the same list is `boundary_state_indices[:num_reqs]` (0: none) with
+        `boundary_recovery_lens`. Flush, drain and the next commit overwrite it.
+
+        Args:
+            num_reqs: rows of that commit, not padded: entries behind them may be those of an earlier, larger step.
+        """
+        capacity = self.plan.commit_lens.shape[0]
+        if not 0 <= num_reqs <= capacity:
+            fail("num_reqs", f"0..{capacity} (max_num_reqs)", num_reqs)
+        both = torch.stack((self.plan.boundary_state_indices, self.plan.boundary_recovery_lens))[:, :num_reqs]
+        slots, lengths = both.tolist()
+        return [BoundaryBlock(b, slots[b], lengths[b]) for b in range(num_reqs) if lengths[b] > 0]
+
+    def _drain_one(self, name: str, slot: int, row: int, pending: Tensor) -> None:
+        self._check_slot(name, slot)
+        self._check_row("row", row, pending)
+        if row >= 0:
+            device = self.stack.device
+            slots, rows = (torch.full((1,), i, dtype=torch.int32, device=device) for i in (slot, row))
+            self.drain(slots, rows, pending)
+
+    def _forget_pending(self, row: int, pending: Tensor) -> None:
+        self._check_row("row", row, pending)
+        if row >= 0:
+            pending[row].zero_()
+
+    def _check_slot(self, name: str, slot: object) -> None:
+        most = self.stack.geometry.num_slots - 1
+        if type(slot) is not int or not NULL_BLOCK_ID < slot <= most:
+            fail(name, f"a live state slot, {NULL_BLOCK_ID + 1}..{most}", repr(slot))
+
+    def _check_row(self, name: str, row: object, pending: Tensor) -> None:
+        num_rows = self.stack.geometry.num_rows
+        check_tensor("pending", pending, (num_rows,), (torch.int32,), self.stack.device)
+        if type(row) is not int or not SCRATCH_ROW <= row < num_rows:
+            fail(name, f"a record row, {SCRATCH_ROW}..{num_rows - 1}", repr(row))
