@@ -1,7 +1,6 @@
 """Host side of the FP32 deferred verify: what it supports, its variants, and its launch. The kernel is verify.py."""
 
 import logging
-import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -58,8 +57,8 @@ def compile_variants(stack) -> None:
             compile_deferred_verify_f32(state, q, a_log, dtype, dt_bias, conv_width, stack.conv_keeps_history)
     compiled = KERNELS.count() + commit.KERNELS.count() - before
     if compiled:
-        seconds = time.perf_counter() - start
-        print(f"graphrt: {compiled} CuTe DSL kernels compiled in {seconds:.1f} s", file=sys.stderr)
+        # A warning, so that it is seen without a handler: `create` took that long.
+        log.warning("graphrt: %d CuTe DSL kernels compiled in %.1f s", compiled, time.perf_counter() - start)
 
 
 @contextmanager
