@@ -118,8 +118,10 @@ class RecordSlots:
         """
         if request_id in self._preempted:
             self._preempted.discard(request_id)
-        else:
-            self._give_back(request_id)
+            return
+        if request_id not in self._rows:
+            raise KeyError(f"request {request_id!r} is not in the ledger: it was released already, or never admitted")
+        self._give_back(request_id)
 
     def reset(self) -> None:
         """Release every request, as after an abort."""
@@ -136,8 +138,8 @@ class RecordSlots:
         try:
             return self._rows[request_id]
         except KeyError:
-            way_out = "was preempted; resume it first" if request_id in self._preempted else "admit it first"
-            raise KeyError(f"request {request_id!r} owns no record row; {way_out}") from None
+            way_out = "it was preempted, resume it first" if request_id in self._preempted else "admit it first"
+            raise KeyError(f"request {request_id!r} owns no record row: {way_out}") from None
 
     def rows(self, request_ids: Iterable[Hashable]) -> list[int]:
         """The record rows of several requests, in order."""
