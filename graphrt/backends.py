@@ -10,6 +10,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from .checks import fail
 from .kernels.fused import composed
 from .sentinels import FP32_DEFERRED
 
@@ -162,6 +163,8 @@ def choose(requested: str, facts: Facts) -> Choice:
     Raises:
         ValueError: for an unknown name, and where a backend asked for by name cannot run.
     """
+    if not isinstance(requested, str):
+        fail("backend", "a name", type(requested).__name__)
     key = (requested, facts)
     if key not in _choices:
         _choices[key] = _choose(requested, facts)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .checks import check_flag
 from .launch import is_recording
 from .layers import LayerStack
 from .steps import Commit, Geometry, Owners, Rows
@@ -25,6 +26,8 @@ _open_rows: Any = WeakIdKeyDictionary()
 
 def enabled(check: bool | None) -> bool:
     """Whether this call reads values: `check`, or the environment where it is None; never inside a recording."""
+    if check is not None:
+        check_flag("check", check)
     wanted = _environment.get(_SWITCH) == _ON if check is None else check
     if not wanted or is_recording():
         return False

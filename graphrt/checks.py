@@ -1,8 +1,9 @@
 """Host checks: what metadata shows is refused before anything is launched. No tensor value is read here."""
 
 import math
+from collections.abc import Iterable
 from numbers import Real
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -42,14 +43,24 @@ def check_kind(name: str, value: object, kind: type) -> None:
         fail(name, f"a {kind.__name__}", type(value).__name__)
 
 
+def check_several(name: str, value: object, of: str) -> list[Any]:
+    """Several things in some order, as a list."""
+    if not isinstance(value, Iterable):
+        fail(name, of, type(value).__name__)
+    return list(value)
+
+
 def check_device(name: str, device: object) -> torch.device:
     """A device, or its name."""
+    if not isinstance(device, (str, torch.device)):
+        fail(name, "a device, such as 'cpu' or 'cuda'", type(device).__name__)
     try:
-        if isinstance(device, (str, torch.device)):
-            return torch.device(device)
+        place = torch.device(device)
     except RuntimeError:
         fail(name, "a device, such as 'cpu' or 'cuda'", repr(device))
-    fail(name, "a device, such as 'cpu' or 'cuda'", type(device).__name__)
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        fail(name, f"a device of this machine, which has {torch.cuda.device_count()} for CUDA", repr(str(place)))
+    return place
 
 
 def check_block_size(size: object, spec_query_len: int) -> None:
@@ -89,6 +100,8 @@ def check_tensor(
         fail(name, f"{wanted} {kinds}", f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}")
     if t.device != device:
         fail(name, f"a tensor on {device}, like the checkpoints", f"one on {t.device}")
+    if t.layout is not torch.strided:
+        fail(name, "a dense tensor", t.layout)
 
 
 def check_index(name: str, t: object, at_least: int, device: torch.device, *, exactly: bool = False) -> None:

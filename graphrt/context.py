@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from . import backends, checked
-from .checks import check_block_size, check_count, check_index, check_is_tensor, check_tensor, fail
+from .checks import (
+    check_block_size,
+    check_count,
+    check_flag,
+    check_index,
+    check_is_tensor,
+    check_not_expanded,
+    check_tensor,
+    fail,
+)
 from .errors import error_counter
 from .launch import launch
 from .layers import KDALayerLike, LayerStack
@@ -65,6 +74,7 @@ class KDARecoverSSMCommitContext(StateAccess):
         """
         check_count("spec_query_len", spec_query_len, 1)
         check_count("max_num_reqs", max_num_reqs, 1)
+        check_flag("conv_dim_first", conv_dim_first)
         stack = LayerStack.build(
             layers,
             spec_query_len=spec_query_len,
@@ -261,6 +271,7 @@ class KDARecoverSSMCommitContext(StateAccess):
             check_index("record_rows", record_rows, batch, device)
         if pending is not None:
             check_index("pending", pending, self.stack.geometry.num_rows, device, exactly=True)
+            check_not_expanded("pending", pending)
         if owners is not None:
             if not isinstance(owners, Owners):
                 fail("owners", "an Owners(staged, current)", type(owners).__name__)
@@ -362,9 +373,8 @@ class KDARecoverSSMDeferred:
         """Fold the step's pending records before a verify that does not replay them; at most once per step object."""
         if self.flushed:
             return
+        self.context.flush(self.state_indices, self.record_rows, self.pending, self.owners)
         self.flushed = True
-        rows = self.record_rows[: self.state_indices.shape[0]]
-        self.context.flush(self.state_indices, rows, self.pending, self.owners)
 
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:

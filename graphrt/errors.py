@@ -12,6 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from .checks import check_device
+
 
 class ErrorKind(IntEnum):
     """Index into the counter. Each launch that meets a bad value counts it once per row."""
@@ -58,7 +60,8 @@ _counters: dict[torch.device, _Counter] = {}
 
 def canonical(device: torch.device | str) -> torch.device:
     """The device with its index, so that equal devices compare equal."""
-    device = torch.device(device)
+    if not isinstance(device, torch.device):
+        device = check_device("device", device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
@@ -161,6 +164,7 @@ def _counter(device: torch.device | str) -> _Counter:
     device = canonical(device)
     counter = _counters.get(device)
     if counter is None:
+        check_device("device", device)
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"the error counter of {device} does not exist yet: run the step once before the capture"

@@ -4,7 +4,16 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from .checks import FLOATS, check_count, check_inner, check_is_tensor, check_tensor, fail
+from .checks import (
+    FLOATS,
+    check_count,
+    check_flag,
+    check_inner,
+    check_is_tensor,
+    check_not_expanded,
+    check_tensor,
+    fail,
+)
 from .steps import Convolution
 
 
@@ -37,8 +46,10 @@ def check_conv(
     """
     check_is_tensor("conv_state", conv_state)
     check_count("spec_query_len", spec_query_len, 1)
+    check_flag(f"{prefix}dim_first", dim_first)
     state = conv_state if dim_first or conv_state.ndim != 3 else conv_state.transpose(1, 2)
     check_tensor("conv_state", state, (None, None, None), FLOATS, conv_state.device)
+    check_not_expanded("conv_state", state)
     check_tensor(f"{prefix}weight", weight, (state.shape[1], None), FLOATS, state.device)
     if bias is not None:
         check_tensor(f"{prefix}bias", bias, (state.shape[1],), FLOATS, state.device)

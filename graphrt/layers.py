@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .checks import FLOATS, check_head_dim, check_is_tensor, check_lower_bound, check_not_expanded, fail
+from .checks import FLOATS, check_count, check_head_dim, check_is_tensor, check_lower_bound, check_not_expanded, fail
 from .overlap import check_apart
 from .records import KDARecoverSSMRecords
 from .steps import Geometry
@@ -113,6 +113,10 @@ class LayerStack:
         Raises:
             ValueError: naming the layer, what was expected and what came.
         """
+        try:
+            layers = list(layers)
+        except TypeError:
+            fail("layers", "a sequence of KDA layers", type(layers).__name__)
         if not layers:
             raise ValueError("layers: expected at least one KDA layer, got none")
         for index, layer in enumerate(layers):
@@ -168,8 +172,10 @@ def _written(index: int, layer: KDALayerLike) -> Iterator[tuple[str, Tensor, int
     name, records = f"layers[{index}]", layer.recoverssm_records
     yield f"{name}.kv_cache[0]", layer.kv_cache[0], 0
     yield f"{name}.kv_cache[1]", layer.kv_cache[1], 0
-    yield f"{name}.recoverssm_records.correction", records.correction, 1
-    yield f"{name}.recoverssm_records.key_gate", records.key_gate, 1
+    for field in ("correction", "key_gate"):
+        rows = getattr(records, field)
+        # An engine's stock records start with their allocation: the memory before them is somebody else's.
+        yield f"{name}.recoverssm_records.{field}", rows, int(rows.storage_offset() >= rows.stride(0))
 
 
 def conv_history(layer: KDALayerLike, columns: int, spec_query_len: int, conv_width: int | None) -> tuple[int, bool]:
@@ -178,6 +184,8 @@ def conv_history(layer: KDALayerLike, columns: int, spec_query_len: int, conv_wi
     W is `conv_width`, else the layer's `conv_weight.shape[1]`, else the rule of the engine's layout,
     `hist = C - Q + 1`.
     """
+    if conv_width is not None:
+        check_count("conv_width", conv_width, 2)
     weight = getattr(layer, "conv_weight", None)
     if conv_width is None and weight is not None:
         if not isinstance(weight, Tensor) or weight.ndim != 2:

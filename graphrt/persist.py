@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .checked import check_committed
-from .checks import fail
+from .checks import check_kind, check_several, fail
 from .context import KDARecoverSSMCommitContext
 from .slots import RecordSlots
 
@@ -33,6 +33,7 @@ def weights_fingerprint(context: KDARecoverSSMCommitContext, weights: str = "") 
     Args:
         weights: the engine's own name for the rest of its weights; another name gives another fingerprint.
     """
+    check_kind("context", context, KDARecoverSSMCommitContext)
     digest = hashlib.sha256(f"{weights}\n{context.lower_bound}\n".encode())
     for parameter in (*context.stack.A_logs, *context.stack.dt_biases):
         digest.update(str(parameter.dtype).encode())
@@ -60,9 +61,10 @@ def save_state(
         ValueError: for a slot that is not there, a ledger of another size, or a request id that is neither str nor int.
         RuntimeError: in checked mode, if the last verify of a record row was not committed.
     """
-    stack = context.stack
     _check_ledger(context, ledger)
-    chosen = list(range(stack.geometry.num_slots)) if slots is None else list(slots)
+    stack = context.stack
+    every = range(stack.geometry.num_slots)
+    chosen = check_several("slots", every if slots is None else slots, "state slots")
     for slot in chosen:
         if type(slot) is not int or not 0 <= slot < stack.geometry.num_slots:
             fail("slots", f"state slots below {stack.geometry.num_slots}", repr(slot))
@@ -188,6 +190,8 @@ def _sizes(context: KDARecoverSSMCommitContext) -> dict[str, Any]:
 
 
 def _check_ledger(context: KDARecoverSSMCommitContext, ledger: RecordSlots) -> None:
+    check_kind("context", context, KDARecoverSSMCommitContext)
+    check_kind("ledger", ledger, RecordSlots)
     num_rows, rows = context.stack.geometry.num_rows, ledger.pending.shape[0]
     if rows != num_rows:
         fail("ledger", f"{num_rows} rows, as the records have", rows)

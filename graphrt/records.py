@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import FLOATS, check_count, fail
+from .checks import FLOATS, check_count, check_device, fail
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ def allocate_records(
         check_count(name, size, 1)
     if dtype not in FLOATS:
         fail("dtype", "a floating dtype of 16 bits or more", dtype)
+    device = check_device("device", device)
     shape = (1 + max_num_reqs, num_heads, spec_query_len)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     with torch.inference_mode(False):  # records outlive the caller's mode

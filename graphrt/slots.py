@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .checked import forget_row
-from .checks import check_count, fail
+from .checks import check_count, check_device, check_several, fail
 
 if TYPE_CHECKING:
     from .context import KDARecoverSSMCommitContext
@@ -29,6 +29,7 @@ class RecordSlots:
 
     def __init__(self, max_num_reqs: int, device: torch.device | str) -> None:
         check_count("max_num_reqs", max_num_reqs, 1)
+        device = check_device("device", device)
         with torch.inference_mode(False):  # the counts outlive the caller's mode
             pending, generation = (torch.zeros(max_num_reqs, dtype=torch.int32, device=device) for _ in range(2))
         self.pending: Tensor = pending
@@ -61,6 +62,7 @@ class RecordSlots:
             ValueError: if the request owns a row already, or was preempted.
             RuntimeError: if no row is free.
         """
+        _check_id(request_id)
         if request_id in self._preempted:
             raise ValueError(f"request_id: {request_id!r} was preempted; resume it, or release it first")
         return self._take(request_id)
@@ -72,6 +74,7 @@ class RecordSlots:
             ValueError: if the request was not preempted.
             RuntimeError: if no row is free; it stays preempted.
         """
+        _check_id(request_id)
         if request_id not in self._preempted:
             state = "owns a row, and needs none" if request_id in self._rows else "was never preempted; admit it"
             raise ValueError(f"request_id: {request_id!r} {state}")
@@ -116,6 +119,7 @@ class RecordSlots:
         Raises:
             KeyError: if there is no such request.
         """
+        _check_id(request_id)
         if request_id in self._preempted:
             self._preempted.discard(request_id)
             return
@@ -140,14 +144,17 @@ class RecordSlots:
         except KeyError:
             way_out = "it was preempted, resume it first" if request_id in self._preempted else "admit it first"
             raise KeyError(f"request {request_id!r} owns no record row: {way_out}") from None
+        except TypeError:
+            _check_id(request_id)
+            raise
 
     def rows(self, request_ids: Iterable[Hashable]) -> list[int]:
         """The record rows of several requests, in order."""
-        return [self.row(request_id) for request_id in request_ids]
+        return [self.row(request_id) for request_id in check_several("request_ids", request_ids, "ids of requests")]
 
     def generations(self, request_ids: Iterable[Hashable]) -> list[int]:
         """The generations of their rows, in order: what `StepInputs.stage` takes, so that a late step is skipped."""
-        return [self._generations[self.row(request_id)] for request_id in request_ids]
+        return [self._generations[row] for row in self.rows(request_ids)]
 
     def contents(self) -> dict[str, Any]:
         """The host side as plain values: `requests` to rows, `preempted`, `free` rows, `generations` (`save_state`)."""
@@ -164,6 +171,9 @@ class RecordSlots:
         Raises:
             ValueError: if they do not make a ledger of this size.
         """
+        fields = ("requests", "preempted", "free", "generations")
+        if not isinstance(contents, dict) or any(field not in contents for field in fields):
+            fail("contents", f"a dict with {', '.join(fields)}", type(contents).__name__)
         rows, generations = [*contents["requests"].values(), *contents["free"]], contents["generations"]
         if sorted(rows) != list(range(len(self._generations))) or len(generations) != len(rows):
             fail("contents", f"each of {len(self._generations)} rows owned or free, once", sorted(rows))
@@ -197,3 +207,10 @@ class RecordSlots:
         self.pending[row].zero_()
         self.generation[row].fill_(self._generations[row])
         forget_row(row)
+
+
+def _check_id(request_id: object) -> None:
+    try:
+        hash(request_id)
+    except TypeError:
+        fail("request_id", "an id that can be hashed", f"{type(request_id).__name__} {request_id!r}")

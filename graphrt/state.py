@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import check_tensor, fail
+from .checks import check_count, check_is_tensor, check_kind, check_several, check_tensor, fail
 from .layers import LayerStack
 from .sentinels import NULL_BLOCK_ID, SCRATCH_ROW
 from .steps import Owners, Plan
@@ -102,13 +102,15 @@ class StateAccess:
             row: record row of the request that owns the slot, or SCRATCH_ROW; what it had pending is dropped.
         """
         self._check_slot("slot", slot)
+        check_kind("state", state, RequestState)
         for name, given, tensors in (
             ("state.checkpoints", state.checkpoints, self.stack.checkpoints),
             ("state.histories", state.histories, self.persistent["conv_history"]),
         ):
-            if len(given) != len(tensors):
+            if len(check_several(name, given, "a tensor for each layer")) != len(tensors):
                 fail(name, f"one tensor for each of {len(tensors)} layers", len(given))
             for i, (one, pool) in enumerate(zip(given, tensors, strict=True)):
+                check_is_tensor(f"{name}[{i}]", one)
                 check_tensor(f"{name}[{i}]", one, tuple(pool.shape[1:]), (pool.dtype,), one.device)
         self._forget_pending(row, pending)
         for given, tensors in zip((state.checkpoints, state.histories), self.persistent.values(), strict=True):
@@ -128,7 +130,9 @@ class StateAccess:
             RuntimeError: in checked mode, if the row's last verify was not committed.
         """
         self._check_slot("target", target)
-        if row >= 0 and row == target_row:
+        self._check_row("row", row, pending)
+        self._check_row("target_row", target_row, pending)
+        if 0 <= row == target_row:
             fail("target_row", "another row than the source's", target_row)
         self._drain_one("source", source, row, pending)
         self._forget_pending(target_row, pending)
@@ -155,7 +159,8 @@ class StateAccess:
             num_reqs: rows of that commit, not padded: entries behind them may be those of an earlier, larger step.
         """
         capacity = self.plan.commit_lens.shape[0]
-        if not 0 <= num_reqs <= capacity:
+        check_count("num_reqs", num_reqs, 0)
+        if num_reqs > capacity:
             fail("num_reqs", f"0..{capacity} (max_num_reqs)", num_reqs)
         both = torch.stack((self.plan.boundary_state_indices, self.plan.boundary_recovery_lens))[:, :num_reqs]
         slots, lengths = both.tolist()

@@ -19,6 +19,7 @@ from .checks import (
     check_inner,
     check_is_tensor,
     check_lower_bound,
+    check_not_expanded,
     check_own_memory,
     check_scratch_row,
     check_tensor,
@@ -236,6 +237,7 @@ def _check_activations(
     if value_dim != key_dim:
         fail("checkpoint_state", "V = K in [slots, H, V, K]", list(checkpoint.shape))
     check_inner("checkpoint_state", checkpoint, 3)
+    check_not_expanded("checkpoint_state", checkpoint)
     check_tensor("q", q, (1, None, heads, key_dim), FLOATS, device)
     tokens, kept = q.shape[1], (records.key_gate.dtype,)
     check_tensor("k", k, (1, tokens, heads, key_dim), kept, device)
@@ -268,6 +270,7 @@ def _check_records(records: KDARecoverSSMRecords, checkpoint: Tensor, rows: Rows
     check_tensor("records.key_gate", records.key_gate, (count, heads, window, 2 * key_dim), FLOATS, device)
     for name, t in (("records.correction", records.correction), ("records.key_gate", records.key_gate)):
         check_inner(name, t, 3)
+        check_not_expanded(name, t)
         if rows.record_rows is not None:
             check_scratch_row(name, t)
 

@@ -26,6 +26,7 @@ from .recurrence import NO_CONTRACTION, count_error, wide
 from .verify import clear_tokens, live_row, pending_of, query_range
 
 BLOCK_D = 256
+VERIFY_BLOCK_D = 64
 MAX_BLOCK_T = 8
 _QUERY_LEN = tl.constexpr(int(ErrorKind.QUERY_LEN))
 
@@ -184,7 +185,7 @@ def conv_verify(
         return
     record_rows = rows.state_indices if rows.record_rows is None else rows.record_rows
     pending = rows.state_indices if rows.pending is None else rows.pending
-    graphrt_verify_conv_kernel[(triton.cdiv(conv_dim, BLOCK_D), batch + 1)](
+    graphrt_verify_conv_kernel[(triton.cdiv(conv_dim, VERIFY_BLOCK_D), batch + 1)](
         x, conv_state, weight, bias, out, rows.query_start_loc, rows.state_indices, record_rows, pending, errors,
         num_tokens=num_tokens, batch=batch, num_slots=conv_state.shape[0], num_rows=num_rows,
         spec_query_len=rows.spec_query_len, has_rows=int(rows.record_rows is not None),
@@ -194,7 +195,7 @@ def conv_verify(
         dim_stride=conv_state.stride(1), column_stride=conv_state.stride(2),
         weight_dim_stride=weight.stride(0), weight_stride=weight.stride(1),
         D=conv_dim, W=width, BLOCK_H=triton.next_power_of_2(width - 1), KEEPS_HISTORY=keeps_history,
-        BLOCK_T=min(MAX_BLOCK_T, triton.next_power_of_2(rows.spec_query_len)), BLOCK_D=BLOCK_D, num_warps=4,
+        BLOCK_T=min(MAX_BLOCK_T, triton.next_power_of_2(rows.spec_query_len)), BLOCK_D=VERIFY_BLOCK_D, num_warps=4,
         **NO_CONTRACTION,
     )  # fmt: skip
 

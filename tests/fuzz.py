@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy
@@ -26,11 +28,11 @@ from torch import Tensor
 from truth import start
 
 import graphrt
-from graphrt import capture
+from graphrt import capture, checked
 
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
 
-PYTHON = [None, "text", 7, 2.5, True, [1, 2], [], {}, {"a": 1}, object(), b"bytes", float("nan"), (1, "x"), len]
+PYTHON = [None, "text", 7, 2.5, True, [1, 2], [], {}, {"a": 1}, object(), b"bytes", float("nan"), (1, "x")]
 # What a machine may have no memory for is left out: the allocator refuses it, and knows no argument.
 INTS = [None, "3", 2.5, True, [3], -1, 0, -(1 << 31), 1 << 31, 1 << 63, 10**30, float("nan"), float("inf"),
         torch.tensor(3), numpy.int32(3), object()]  # fmt: skip
@@ -195,6 +197,8 @@ class World:
         self.stranger = int(self.pool.pending[2])
 
     def intact(self) -> list[str]:
+        # A verify in checked mode, and none of its commits: the next one starts from anew.
+        checked._open_rows.clear()
         changed = self.before.changed(slots=[1, 2], rows=[0, 1], pending=True)
         changed += ["pending of a stranger"] * (int(self.pool.pending[2]) != self.stranger)
         if changed:
@@ -233,6 +237,16 @@ def verify_calls(world: World) -> list[Call]:
             "conv_dim_first": True, "backend": pool.target.backend, "check": None, **world.step(),
         }  # fmt: skip
 
+    def fused(**fields: Any) -> None:
+        arguments = {name: part for name, part in deferred().items() if name != "out"}
+        graphrt.kda_deferred_verify(**arguments, conv=graphrt.FusedConv(**fields))
+
+    def convolution() -> dict[str, Any]:
+        width = 3 * tokens.q[0].numel()
+        state = torch.zeros(pool.shape.slots, width, 7, dtype=tokens.q.dtype, device=pool.device)
+        weight, bias = torch.ones_like(state[0, :, :4]), torch.ones_like(state[0, :, 0])
+        return {"conv_state": state, "weight": weight, "bias": bias, "dim_first": True}
+
     # Sizes and windows follow from several arguments; the error names the one that does not fit the others.
     sizes = ("checkpoint_state", "records", "q", "k", "v", "raw_beta", "A_log", "dt_bias", "out")
     aliases = {
@@ -247,6 +261,17 @@ def verify_calls(world: World) -> list[Call]:
         Call("kda_recoverssm_verify", graphrt.kda_recoverssm_verify, core, **share),
         Call("kda_deferred_verify", graphrt.kda_deferred_verify, deferred, **share),
         Call("kda_conv_verify", graphrt.kda_conv_verify, conv, **share),
+        Call(
+            "FusedConv of a verify",
+            fused,
+            convolution,
+            intact=world.intact,
+            aliases={
+                "conv_state": ("conv.", "q:", "k:", "v:"),
+                "weight": ("conv_state",),
+                "dim_first": ("conv_state",),
+            },
+        ),
     ]
 
 
@@ -368,7 +393,7 @@ def helper_calls(world: World) -> list[Call]:
         Call("allocate_records", graphrt.allocate_records, records, **share),
         *(
             Call(name, getattr(graphrt, name), lambda: {"device": device}, **share)
-            for name in ("error_counter", "error_counts", "reset_errors")
+            for name in ("error_counter", "error_counts", "error_report", "reset_errors")
         ),
     ]
 
@@ -390,13 +415,53 @@ def ledger_calls(world: World) -> list[Call]:
             Call(
                 f"RecordSlots.{name}",
                 lambda request_id, name=name: getattr(slots(), name)(request_id),
-                lambda name=name: {"request_id": "there" if name == "admit" else "here"},
+                lambda name=name: {"request_id": "here" if name in ("row", "release", "preempt") else "there"},
                 **errors | {"aliases": here},
             )
-            for name in ("admit", "row", "release")
+            for name in ("admit", "row", "release", "preempt", "resume")
         ),
+        Call("RecordSlots.generations", lambda request_ids: slots().generations(request_ids),
+             lambda: {"request_ids": ["here"]}, **errors | {"aliases": {"request_ids": ("request",)}}),
+        Call("RecordSlots.restore", lambda contents: slots().restore(contents),
+             lambda: {"contents": slots().contents()}, **errors | {"aliases": {}}),
         Call("RecordSlots.rows", lambda request_ids: slots().rows(request_ids), lambda: {"request_ids": ["here"]},
              **errors | {"aliases": {"request_ids": ("request",)}}),
+    ]  # fmt: skip
+
+
+def state_calls(world: World, folder: Path) -> list[Call]:
+    """Whole states, and files of them."""
+    context, pending = world.pool.context, world.pool.pending
+    state = context.read_state(1, 0, pending)
+    ledger = graphrt.RecordSlots(6, torch.device(world.pool.device))
+    other = graphrt.RecordSlots(6, torch.device(world.pool.device))
+    path = folder / "state.safetensors"
+    graphrt.save_state(path, context, ledger)
+
+    def spoilt_state(**lists: Any) -> None:
+        context.write_state(1, graphrt.RequestState(**lists), 0, pending)
+
+    share = {"intact": world.intact}
+    files = {"only": ("context", "ledger", "slots", "weights"), **share}
+    return [
+        Call("context.read_state", context.read_state, lambda: {
+            "slot": 1, "row": 0, "pending": pending, "num_computed_tokens": 3}, **share),
+        Call("context.write_state", context.write_state, lambda: {
+            "slot": 1, "state": state, "row": 0, "pending": pending}, **share),
+        Call("RequestState", spoilt_state, lambda: {
+            "checkpoints": state.checkpoints, "histories": state.histories, "num_computed_tokens": 3}, **share),
+        Call("context.copy_state", context.copy_state, lambda: {
+            "source": 1, "target": 2, "row": 0, "pending": pending, "target_row": 1}, **share,
+            aliases={"row": ("target_row",)}),
+        Call("context.zero_state", context.zero_state, lambda: {"slot": 1}, **share),
+        Call("context.boundary_blocks", context.boundary_blocks, lambda: {"num_reqs": 2}, **share),
+        Call("weights_fingerprint", graphrt.weights_fingerprint, lambda: {"context": context, "weights": "a"}, **share),
+        Call("save_state", graphrt.save_state, lambda: {
+            "path": folder / "other.safetensors", "context": context, "ledger": ledger, "slots": [1, 2],
+            "weights": "a"}, **files),
+        Call("load_state", graphrt.load_state, lambda: {
+            "path": path, "context": context, "ledger": other, "weights": ""}, **files | {
+            "only": ("context", "ledger", "weights")}),
     ]  # fmt: skip
 
 
@@ -508,19 +573,29 @@ def capture_calls(world: World) -> list[Call]:
     ]  # fmt: skip
 
 
-GROUPS = {
+GROUPS: dict[str, Callable[..., list[Call]]] = {
     "verify": verify_calls,
     "context": context_calls,
     "create": create_calls,
     "helpers": helper_calls,
     "ledger": ledger_calls,
+    "state": state_calls,
     "capture": capture_calls,
 }
 
 
 def fuzz_group(group: str, target: Target) -> list[Result]:
     """All calls of a group over a world of their own."""
-    return [fuzz(call) for call in GROUPS[group](World(target))]
+    with calls_of(group, World(target)) as calls:
+        return [fuzz(call) for call in calls]
+
+
+@contextmanager
+def calls_of(group: str, world: World) -> Iterator[list[Call]]:
+    """The calls of a group; files that they write are gone afterwards."""
+    with TemporaryDirectory() as folder:
+        more = (Path(folder),) if group == "state" else ()
+        yield GROUPS[group](world, *more)
 
 
 def main() -> int:

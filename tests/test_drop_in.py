@@ -177,3 +177,22 @@ def test_a_deferred_verify_asks_for_records_with_a_scratch_row():
     context = KDADeferredCommitContext.create([layers[0][0]], spec_query_len=WINDOW, max_num_reqs=REQUESTS)
     with pytest.raises(ValueError, match=r"records.correction.*scratch row.*allocate_records"):
         run(layers, context, [1, 1, 1], deferred=True, pending=torch.zeros(REQUESTS, dtype=torch.int32))
+
+
+def test_records_without_a_scratch_row_may_follow_other_memory():
+    """On a device allocations touch; what lies before an engine's stock records is no row of theirs."""
+    (layer, _), *_ = engine(WIDTH - 1 + WINDOW - 1, True, engine_records, torch.float32, 1)
+    conv, state = layer.kv_cache[0].shape, layer.kv_cache[1]
+    rows = (REQUESTS, HEADS, WINDOW, DIM)
+    memory = bytearray(4 * (SLOTS * CONV_DIM * conv[2] + REQUESTS * HEADS * WINDOW * DIM))
+    behind = 4 * SLOTS * CONV_DIM * conv[2]
+    conv_state = torch.frombuffer(memory, dtype=torch.float32, count=behind // 4).view(conv)
+    layer.kv_cache = (conv_state, state)
+    layer.recoverssm_records.correction = torch.frombuffer(memory, dtype=torch.float32, offset=behind).view(rows)
+    create = KDARecoverSSMCommitContext.create
+    assert create([layer], spec_query_len=WINDOW, max_num_reqs=REQUESTS).checkpoints == [state]
+    # With a row to spare in front it is the scratch row, which is written.
+    shifted = torch.frombuffer(memory, dtype=torch.float32, offset=behind - 4 * HEADS * WINDOW * DIM)
+    layer.recoverssm_records.correction = shifted[HEADS * WINDOW * DIM :].view(rows)
+    with pytest.raises(ValueError, match="memory of its own"):
+        create([layer], spec_query_len=WINDOW, max_num_reqs=REQUESTS)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rig import Pool, Snapshot, same_bytes
-from steps import Batch, Row, commit, core_verify, verify
+from steps import Batch, Row, commit, core_verify, drain, verify
 from truth import check_records, check_step, run_step, start
 
 BOTH = pytest.mark.parametrize("deferred", [False, True], ids=["stock", "deferred"])
@@ -227,3 +227,15 @@ def test_any_lower_bound_matches_the_oracle(backend_device):
         run_step(Batch(pool, [Row(1, 0, 4)]), truths, [accepted])
     pool.context.drain(pool.int32([1]), pool.int32([0]), pool.pending)
     truths[0].assert_state(pool, 1)
+
+
+@pytest.mark.parametrize("head_dim", [16, 128], ids=["one program a head", "several"])
+def test_programs_that_share_the_records_of_a_head_read_them_in_time(backend_device, head_dim):
+    """B57: windows shorter and longer than what is pending, however many programs replay the same records."""
+    shape = backend_device.shape(head_dim=head_dim, heads=1, layers=1, rows=2, slots=4)
+    pool = Pool(backend_device, shape)
+    truths = start(pool, {1: 3})
+    for tokens, accepted in ((4, 4), (2, 1), (4, 3), (1, 1)):
+        run_step(Batch(pool, [Row(3, 1, tokens)]), truths, [accepted])
+    drain(pool, [3], [1])
+    truths[1].assert_state(pool, 3)

@@ -10,7 +10,8 @@ A step is the verify of every layer and one commit of `accepted` tokens a reques
 - graphrt BACKEND eager: stock verifies, and the commit that folds.
 - vllm: its Triton verifies and its Triton commit; with BF16 checkpoints also its CuTe commit.
 - fla: fla-core's fused recurrence, one stored state per token; accepting is choosing a state.
-- ... commit: the commit alone. ... + conv: the step with the short convolution of every layer in front.
+- ..., commit alone. ... + conv: the step with the short convolution of every layer (graphrt: `conv=` of its verifies,
+  inside the kernel on fp32_deferred, a launch in front on triton; vllm: a launch in front).
 
 The commits of vllm and of an eager step compact the convolution history too; a deferred step does that in its
 convolution, so compare those by their "+ conv" rows.
@@ -25,11 +26,9 @@ commit) with checkpoints of the same dtype. bytes: of checkpoints and of records
 
 import argparse
 import csv
-import importlib
 import json
 import statistics
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,9 +130,9 @@ class Step:
         gate = (part.raw_g, part.raw_beta, layer.A_log, layer.dt_bias, BOUND, layer.kv_cache[1])
         return (q, k, v, *gate, layer.recoverssm_records, part.loc, part.slots, self.model.window, part.out)
 
-    def split(self, part) -> tuple:
-        """q, k and v out of the convolution's output."""
-        return tuple(t.view(1, -1, self.model.heads, self.model.dim) for t in part.conv_out.chunk(3, dim=-1))
+    def split(self, mixed) -> tuple:
+        """q, k and v out of a projection or its convolution."""
+        return tuple(t.view(1, -1, self.model.heads, self.model.dim) for t in mixed.chunk(3, dim=-1))
 
 
 class Ours(Step):
@@ -153,19 +152,10 @@ class Ours(Step):
 
     def verify(self, part) -> None:
         call = graphrt.kda_deferred_verify if self.deferred else graphrt.kda_recoverssm_verify
-        rows, qkv = {**self.rows(part), "backend": self.backend}, self.split(part) if self.conv else None
-        for i, layer in enumerate(self.layers):
-            if self.conv:
-                where = (part.loc, part.slots, self.model.window, part.conv_out)
-                graphrt.kda_conv_verify(part.x, layer.kv_cache[0], layer.weight, None, *where, **rows)
-            with self.programmatic(i > 0 and not self.conv):
-                call(*self.arguments(part, layer, qkv), **rows)
-
-    def programmatic(self, enabled: bool):
-        """Behind a verify of its own kind a CuTe verify may start early."""
-        if self.backend != graphrt.FP32_DEFERRED:
-            return nullcontext()
-        return importlib.import_module("graphrt.kernels.cute.deferred").programmatic_launches(enabled)
+        rows, raw = {**self.rows(part), "backend": self.backend}, self.split(part.x) if self.conv else None
+        for layer in self.layers:
+            conv = graphrt.FusedConv(layer.kv_cache[0], layer.weight) if self.conv else None
+            call(*self.arguments(part, layer, raw), **rows, conv=conv)
 
     def commit(self, part) -> None:
         self.context.commit(part.accepted, part.slots, part.loc, **self.rows(part))
@@ -181,7 +171,7 @@ class Vllm(Step):
         self.context = vllm.context.create(self.layers, **options)
 
     def verify(self, part) -> None:
-        qkv = self.split(part) if self.conv else None
+        qkv = self.split(part.conv_out) if self.conv else None
         for layer in self.layers:
             if self.conv:
                 self.vllm.conv_update(
@@ -230,7 +220,8 @@ def steps_of(model: Model, vllm, fla, args) -> list[Step]:
     steps += [Ours(model, "bfloat16", "triton", deferred) for deferred in (True, False)]
     if model.window == MAIN[0]:
         steps.append(Vllm(model, "float32", vllm, "triton", conv=True))
-        steps += [Ours(model, "float32", args.backend[0], deferred, conv=True) for deferred in (True, False)]
+        for backend in args.backend:
+            steps += [Ours(model, "float32", backend, deferred, conv=True) for deferred in (True, False)]
         steps += [Ours(model, "float32", "torch", deferred, layers=2) for deferred in (True, False)]
     return [step for step in steps if not isinstance(step, Ours) or step.backend in step.name]
 
@@ -386,10 +377,13 @@ def plot(rows: list[dict], path: Path) -> None:
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title)
         axis.set_xlabel("requests")
+        ticks = sorted({int(one["batch"]) for one in rows})
+        axis.set_xticks(ticks, [str(tick) for tick in ticks])
+        axis.minorticks_off()
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=80)
 
 
 def write_csv(rows: list[dict], path: Path) -> None:
@@ -464,10 +458,11 @@ def main():
             rows, facts = bench(args, device, vllm, fla)
         name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
         facts |= {"device": name, "torch": torch.__version__, "triton": triton.__version__, **versions}
-        facts |= {"commit": args.commit, "args": vars(args)}
-        print("\n" + json.dumps(facts, default=str))
+        sizes = {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
+        facts |= {"commit": args.commit, "args": sizes}
+        print("\n" + json.dumps(facts))
         if args.json:
-            args.json.write_text(json.dumps(facts, indent=1, default=str) + "\n")
+            args.json.write_text(json.dumps(facts, indent=1) + "\n")
     if args.plot:
         plot([{key: str(value) for key, value in one.items()} for one in rows], args.plot)
 
