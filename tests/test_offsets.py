@@ -44,7 +44,7 @@ def assert_same_states(near, far):
 
 @pytest.mark.parametrize("fold", ["replay", "flush", "drain", "commit", "align"])
 def test_slots_beyond_2_31_elements_work(backend_device, fold):
-    """Every operation on the far pool gives the bytes of the near one, also in the slot whose offset wraps."""
+    """Every operation on the far pool gives the bytes of the near one, also in the slot whose offset wraps (B78)."""
     near, far = far_pool(backend_device)
     batch = Batch(near, [Row(2, 2, 4), Row(1, 0, 4)])
     for pool in (near, far):
