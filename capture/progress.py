@@ -17,7 +17,7 @@ class CaptureProgress:
         self._device = device
         self._bar = Progress(
             TextColumn("capture"),
-            BarColumn(),
+            BarColumn(bar_width=20),  # the free memory is seen in 80 columns too
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
             TextColumn("{task.fields[free]}"),
@@ -47,7 +47,9 @@ class CaptureProgress:
         text = f"{count} recordings in {seconds:.1f} s, {pool_bytes / 2**20:.1f} MiB in their pool"
         if self._device.type == "cuda":
             text += f", {device_bytes / 2**20:.1f} MiB of device memory"
-        self._bar.update(self._task, description=text, free=self._free())
+        self._bar.update(self._task, description="done", free=self._free())
+        if not self._bar.disable:
+            self._bar.console.print(f"captured {text}", soft_wrap=True, highlight=False)
         log.info("graphrt: captured %s", text)
 
     def _free(self) -> str:

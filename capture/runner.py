@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from graphrt import checked, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
+from graphrt.capture.neutral import state_neutral
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
 from graphrt.checks import check_block_size, check_flag, check_index, check_kind, fail
 from graphrt.choice import Choice, CommitChoice, StepShape, choose_commit
@@ -52,6 +54,22 @@ def settle(context: KDARecoverSSMCommitContext, choice: Choice) -> CommitChoice:
     settled = choose_commit(StepShape.of(context), choice)
     log.info("graphrt commit: %s", settled.reason)
     return settled
+
+
+def proof(context: KDARecoverSSMCommitContext, pending: Tensor, wanted: bool) -> AbstractContextManager[None]:
+    """A block in which no checkpoint, convolution state, record or pending count may change, if that is wanted."""
+    check_flag("prove_neutral", wanted)
+    if not wanted:
+        return nullcontext()
+    stack = context.stack
+    state: dict[str, Tensor | list[Tensor]] = {
+        "checkpoint": stack.checkpoints,
+        "convolution state": stack.conv_states,
+        "correction": stack.corrections,
+        "key and gate": stack.key_gates,
+        "pending": pending,
+    }
+    return state_neutral(state, values=False)
 
 
 class CommitRunner:
@@ -100,7 +118,7 @@ class CommitRunner:
             "flush": self._flush,
             "drain": self._drain,
         }
-        self._recordings = SizedRecordings(self._works, inputs.max_num_reqs, inputs.device)
+        self._recordings = SizedRecordings(self._works, inputs.max_num_reqs, inputs.device, context.check)
 
     def capture(
         self,
@@ -109,6 +127,7 @@ class CommitRunner:
         sizes: Iterable[int] | None = None,
         modes: Sequence[str] = MODES,
         dcp: bool = False,
+        prove_neutral: bool = False,
     ) -> None:
         """Record what is not recorded yet, largest size first. May run in mid-service, also after `stage`.
 
@@ -120,17 +139,19 @@ class CommitRunner:
             sizes: other sizes than `capture_sizes`, to add to them.
             modes: some of "commit", "flush" and "drain"; what is left out runs eagerly.
             dcp: use the dummy rows of decode context parallelism (`dummy_inputs`).
+            prove_neutral: make sure of it, by checksums of all states before and after (`state_neutral`); waits for the
+                device, and takes as long as reading the pools twice. For the first capture of a service.
 
         Raises:
             ValueError: for a size or mode there is not.
-            RuntimeError: after `close`.
+            RuntimeError: after `close`. CaptureError: if the capture changed a state after all.
         """
         check_flag("dcp", dcp)
         listed = isinstance(modes, Sequence) and not isinstance(modes, str) and len(modes) > 0
         if not listed or not all(mode in MODES for mode in modes):
             fail("modes", f"some of {', '.join(MODES)}", repr(modes))
         wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs)
-        with self.inputs.kept():
+        with self.inputs.kept(), proof(self.context, self.pending, prove_neutral):
             self._recordings.capture(modes, wanted, lambda n: dummy_inputs(self.inputs, n, dcp=dcp), progress)
         self.capture_sizes = sorted({*self.capture_sizes, *wanted})
 

@@ -57,8 +57,10 @@ def check_sizes(sizes: Iterable[int] | None, most: int) -> list[int]:
 class SizedRecordings:
     """Recordings of some works ("commit", ...) by batch size. They share one pool and are made largest first."""
 
-    def __init__(self, works: Mapping[str, Work], most: int, device: torch.device) -> None:
+    def __init__(self, works: Mapping[str, Work], most: int, device: torch.device, check: bool | None = None) -> None:
+        """`check` as for `record`: whether a replay makes sure that its tensors are where they were."""
         self._works = dict(works)
+        self._check = check
         self._most = most
         self._device = device
         self._recordings: dict[str, dict[int, Recording]] = {}
@@ -97,7 +99,8 @@ class SizedRecordings:
         work = self._works[name]
         if name not in self._forecast and self._device.type == "cuda":
             self._forecast[name] = _peak_bytes(lambda: work(n), self._device)
-        recording = record(lambda: work(n), device=self._device, pool=self._pool, name=f"{name}/{n}")
+        options = {"pool": self._pool, "name": f"{name}/{n}", "check": self._check}
+        recording = record(lambda: work(n), device=self._device, **options)
         self._recordings.setdefault(name, {})[n] = recording
         by_size = sorted(self._recordings[name].items())
         self._fits[name] = [next((r for size, r in by_size if size >= m), None) for m in range(self._most + 1)]

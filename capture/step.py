@@ -11,7 +11,7 @@ from torch import Tensor
 from graphrt import backends, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.recording import Recording
-from graphrt.capture.runner import check_parts, settle
+from graphrt.capture.runner import check_parts, proof, settle
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
 from graphrt.capture.static import allocate_rows, cut_rows
 from graphrt.checks import check_callable, check_count, check_flag, check_index, check_tensor, fail
@@ -128,11 +128,18 @@ class DecodeStep:
             self._drained = torch.zeros(most, dtype=torch.int32, device=device)
         self._staged = allocate_rows(most, inputs.block_table_width, device)[1]
         self._rows: dict[int, StepRows] = {}
-        self._recordings = SizedRecordings({"step": self._run}, most, device)
+        self._recordings = SizedRecordings({"step": self._run}, most, device, context.check)
         self.outputs: tuple[Any, Sampled] | None = None
         """What `verify` and `sample` returned in the step that ran last: static tensors of its recording."""
 
-    def capture(self, progress: bool = True, *, sizes: Iterable[int] | None = None, dcp: bool = False) -> None:
+    def capture(
+        self,
+        progress: bool = True,
+        *,
+        sizes: Iterable[int] | None = None,
+        dcp: bool = False,
+        prove_neutral: bool = False,
+    ) -> None:
         """Record what is not recorded yet, largest size first. May run in mid-service, also after `stage`.
 
         The warm-up runs on dummy rows; the staged step and the random state are put back.
@@ -141,14 +148,16 @@ class DecodeStep:
             progress: show a bar with the free memory.
             sizes: other sizes than `capture_sizes`, to add to them.
             dcp: use the dummy rows of decode context parallelism (`dummy_inputs`).
+            prove_neutral: as for `CommitRunner.capture`; it proves the callables too, as far as they touch the states.
 
         Raises:
             ValueError: for a size there is not, or a callable that returns something else than it should.
-            RuntimeError: after `close`.
+            RuntimeError: after `close`. CaptureError: if the capture changed a state.
         """
         check_flag("dcp", dcp)
         wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs)
-        with self.inputs.kept(), _random_state_kept(self.inputs.device):
+        proven = proof(self.context, self.pending, prove_neutral)
+        with proven, self.inputs.kept(), _random_state_kept(self.inputs.device):
             self._recordings.capture(["step"], wanted, lambda n: dummy_inputs(self.inputs, n, dcp=dcp), progress)
         self.capture_sizes = sorted({*self.capture_sizes, *wanted})
 

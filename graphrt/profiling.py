@@ -166,7 +166,7 @@ def commit_work(batch: int, deferred: bool, chosen_on_device: bool) -> Work:
 
 
 def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 _KERNEL = re.compile(r"graphrt_(stage|verify|commit|flush|fold)(?:_|$)")

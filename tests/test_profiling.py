@@ -1,6 +1,9 @@
 """NVTX ranges: on the host, around replays, with numbers as payload, and never inside what is captured."""
 
 import ast
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,6 +147,32 @@ def test_no_range_is_made_while_a_stream_captures(domain, monkeypatch):
 def test_the_payload_says_how_many_rows_are_deferred_and_eager(got, want):
     """-1 where only the device knows."""
     assert got == want
+
+
+REPLAYS = """
+import torch
+from graphrt.workload import Sizes, Workload
+
+workload = Workload(Sizes(1, 1, 16, 2, 3, 1, torch.float32), torch.device("cpu"))
+workload.capture()
+print("captured", flush=True)
+workload.replay(2)
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler for the tool")
+def test_a_tool_that_listens_gets_the_domain_the_ranges_and_their_payload(tmp_path):
+    """Through the real nvtx: registered messages, named categories, numbers, and nothing from inside a capture."""
+    tool = tmp_path / "tool.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", tool, ROOT / "tests" / "nvtx_tool.c"], check=True)
+    environment = {**os.environ, "NVTX_INJECTION64_PATH": str(tool), "PYTHONUNBUFFERED": "1"}
+    done = subprocess.run([sys.executable, "-c", REPLAYS], env=environment, capture_output=True, text=True, check=True)
+    before, after = done.stdout.split("captured\n")
+    assert "domain graphrt" in before and "push 0 step/3 capture" in before
+    # The capture's warm-up runs a step for real; the recording of it shows nothing.
+    assert before.count("push 1 graphrt.deferred_verify verify 3 3 -1") == 1
+    step = "push 0 graphrt.step replay 3 -1 -1\npush 1 step/3 replay\npop\npop\n"
+    assert after == 2 * step
 
 
 def calls_of(function):

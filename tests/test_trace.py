@@ -4,8 +4,11 @@ import gzip
 import json
 
 import pytest
+import torch
 
+from graphrt.testing import assert_bitwise_equal
 from graphrt.trace import OTHER, Slice, load_trace, rows_of, slices_of, steps_of, with_lanes
+from graphrt.workload import Sizes, Workload
 
 
 def kernel(name, ts, dur, cat="kernel"):
@@ -59,3 +62,33 @@ def test_traces_are_read_plain_and_compressed(tmp_path):
     assert load_trace(plain) == load_trace(packed) == trace(*STEP)
     with pytest.raises(ValueError, match=r"b\.json"):
         load_trace(wrong)
+
+
+def replayed(device, steps):
+    """A small workload after so many replays."""
+    workload = Workload(Sizes(2, 2, 32, 4, 3, 2), torch.device(device))
+    workload.capture()
+    workload.replay(steps)
+    return workload
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_replays_under_a_profiler_are_those_without_one(device, tmp_path):
+    """B99: replays finish with the same bits while each node is traced, and each step shows its phases."""
+    steps = 20 if device == "cuda" else 3
+    plain = replayed(device, steps)
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    kinds += [torch.profiler.ProfilerActivity.CUDA] if device == "cuda" else []
+    with torch.profiler.profile(activities=kinds) as profiler:
+        traced = replayed(device, steps)
+        if device == "cuda":
+            torch.cuda.synchronize()
+    for ours, theirs in zip(traced.layers, plain.layers, strict=True):
+        assert_bitwise_equal(ours.kv_cache[1], theirs.kv_cache[1])
+        assert_bitwise_equal(ours.recoverssm_records.correction, theirs.recoverssm_records.correction)
+    if device == "cuda":
+        profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+        # The warm-up of the capture is a step as well.
+        found = steps_of(slices_of(load_trace(tmp_path / "trace.json")))[-steps:]
+        assert len(found) == steps
+        assert all({"stage", "verify", "commit"} <= {one.phase for one in step} for step in found)

@@ -377,10 +377,13 @@ def plot(rows: list[dict], path: Path) -> None:
     for axis, title in zip(axes, titles, strict=True):
         axis.set_title(title)
         axis.set_xlabel("requests")
+        ticks = sorted({int(one["batch"]) for one in rows})
+        axis.set_xticks(ticks, [str(tick) for tick in ticks])
+        axis.minorticks_off()
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=80)
 
 
 def write_csv(rows: list[dict], path: Path) -> None:
@@ -455,10 +458,11 @@ def main():
             rows, facts = bench(args, device, vllm, fla)
         name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
         facts |= {"device": name, "torch": torch.__version__, "triton": triton.__version__, **versions}
-        facts |= {"commit": args.commit, "args": vars(args)}
-        print("\n" + json.dumps(facts, default=str))
+        sizes = {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
+        facts |= {"commit": args.commit, "args": sizes}
+        print("\n" + json.dumps(facts))
         if args.json:
-            args.json.write_text(json.dumps(facts, indent=1, default=str) + "\n")
+            args.json.write_text(json.dumps(facts, indent=1) + "\n")
     if args.plot:
         plot([{key: str(value) for key, value in one.items()} for one in rows], args.plot)
 

@@ -8,9 +8,11 @@ A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`:
     support    backends by what `graphrt.backends.supports` answers for every value of every fact (needs CuTe DSL)
     figures    the step benchmark of tools/results/h200/step.json
     errors     every tools/results/*/errors.json, from tools/measure_errors.py
+    peers_*    tools/results/h200/peers.csv, from tools/bench_peers.py, and peer_check_*.json, from tools/peer_check.py
 """
 
 import argparse
+import csv
 import json
 import os
 import re
@@ -67,7 +69,107 @@ def errors_table() -> str:
     return _table(("backend", "device", "data", "u", "outputs", "checkpoint", "checkpoint, 64 windows"), rows)
 
 
-TABLES = {"support": support_table, "figures": figures_table, "errors": errors_table}
+def peers_steps(state: str, conv: bool, names: dict[str, str], tail: str = "") -> str:
+    """Microseconds (and how many times faster than the peer) by batch size: windows of 8, 4 accepted."""
+    found = _peers()
+    batches = sorted({key[0] for key in found})
+    rows = []
+    for batch in batches:
+        cells = [str(batch)]
+        for what in names:
+            one = found[batch, 8, 4, state, what + (" + conv" if conv else "") + tail]
+            ratio = "" if one["to_peer"] in ("", "1.0") else f" ({float(one['to_peer']):.2f}x)"
+            cells.append(f"{float(one['us']):.0f}{ratio}")
+        rows.append(tuple(cells))
+    return _table(("requests", *names.values()), rows)
+
+
+def peers_accepted() -> str:
+    """How many times faster than the peer, and times the floor, by window and accepted count."""
+    found, what = _peers(), "graphrt fp32_deferred deferred"
+    points = sorted({key[1:3] for key in found})
+    rows = []
+    for window, accepted in points:
+        ones = [found[batch, window, accepted, "float32", what] for batch in (1, 4, 16, 64, 128)]
+        cells = [f"{float(one['to_peer']):.2f}x, {float(one['to_floor']):.2f}" for one in ones]
+        rows.append((str(window), str(accepted), *cells))
+    return _table(("window", "accepted", "1 request", *(f"{batch} requests" for batch in (4, 16, 64, 128))), rows)
+
+
+CHECKED = {
+    "outputs, in roundings": r"(eager|crossed|deferred): outputs, roundings",
+    "outputs, relative norm": r"(eager|crossed|deferred): outputs, norm",
+    "corrections": r"(eager|crossed|deferred): corrections",
+    "checkpoints after each commit, block boundaries too": r"(eager|crossed): checkpoints",
+    "whole pools at the end, deferred drained": r"(eager|crossed|deferred): whole pool at the end",
+    "keys, gates, histories: elements that differ": r"(eager|crossed|deferred): .*, differing",
+    "fla-core to vllm: outputs, in roundings": r"fla: outputs, roundings",
+    "fla-core to vllm: checkpoints": r"fla: checkpoints",
+    "vllm to float64: checkpoints": r"peer to the oracle: checkpoints",
+    "graphrt to float64: checkpoints": r"(eager|deferred) to the oracle: checkpoints",
+}
+
+
+def peers_check() -> str:
+    """Worst figure of each kind over all cases of tools/peer_check.py, and its limit."""
+    files = {"`fp32_deferred`": "fp32_deferred", "`triton`": "triton", "`triton`, BF16 checkpoints": "bf16"}
+    found = [json.loads((RESULTS / "h200" / f"peer_check_{name}.json").read_text()) for name in files.values()]
+    rows = []
+    for label, pattern in CHECKED.items():
+        cells = []
+        for one in found:
+            ones = [row for case in one["cases"].values() for row in case if re.fullmatch(pattern, row["what"])]
+            # Where roundings are compared the norm says nothing more.
+            shown = ones and not (label.endswith("norm") and one["args"]["state"] == "float32")
+            cells.append(f"{max(row['worst'] for row in ones):.2g} of {ones[0]['limit']:g}" if shown else "")
+        rows.append((label, *cells))
+    return _table(("worst figure, of its limit", *files), rows)
+
+
+def peers_bytes() -> str:
+    """MiB of checkpoints and records that one request holds, all layers."""
+    found, rows = _peers(), []
+    for name, state, what in (
+        ("graphrt, vllm", "float32", "graphrt fp32_deferred deferred"),
+        ("graphrt, vllm, BF16 checkpoints", "bfloat16", "graphrt triton deferred"),
+        ("fla-core, a state per token", "float32", "fla state per token"),
+    ):
+        one = found[1, 8, 4, state, what]
+        rows.append((name, *(f"{int(one[column]) / 2**20:.1f}" for column in ("state_bytes", "record_bytes"))))
+    return _table(("MiB a request, window of 8", "checkpoints", "records"), rows)
+
+
+def _peers() -> dict[tuple[int, int, int, str, str], dict[str, str]]:
+    """Rows of the comparison by batch, window, accepted count, dtype of the checkpoints, and what was measured."""
+    with (RESULTS / "h200" / "peers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    keys = ("batch", "window", "accepted")
+    return {(*(int(row[key]) for key in keys), row["state"], row["what"]): row for row in rows}
+
+
+PEERS = {"vllm triton commit": "vllm"}
+OURS = {
+    f"graphrt {backend} {kind}": f"`{backend}` {kind}"
+    for backend in ("fp32_deferred", "triton")
+    for kind in ("deferred", "eager")
+}
+OURS_BF16 = {f"graphrt triton {kind}": f"`triton` {kind}" for kind in ("deferred", "eager")}
+PEERS_BF16 = {"vllm cute commit": "vllm, CuTe commit", "vllm triton commit": "vllm, Triton commit"}
+ALONE = {"graphrt fp32_deferred eager": "`fp32_deferred` fold", "graphrt triton eager": "`triton` fold"}
+COUNTED = {"graphrt fp32_deferred deferred": "deferred: no fold"}
+
+TABLES = {"support": support_table, "figures": figures_table, "errors": errors_table} | {
+    "peers_fp32": lambda: peers_steps("float32", False, PEERS | OURS | {"fla state per token": "fla-core"}),
+    "peers_conv": lambda: peers_steps("float32", True, PEERS | OURS),
+    "peers_bf16": lambda: peers_steps("bfloat16", False, PEERS_BF16 | OURS_BF16),
+    "peers_commit": lambda: peers_steps("float32", False, PEERS | ALONE | COUNTED, ", commit alone"),
+    "peers_commit_bf16": lambda: peers_steps(
+        "bfloat16", False, PEERS_BF16 | {"graphrt triton eager": "`triton` fold"}, ", commit alone"
+    ),
+    "peers_check": peers_check,
+    "peers_accepted": peers_accepted,
+    "peers_bytes": peers_bytes,
+}
 
 
 def updated(text: str) -> str:

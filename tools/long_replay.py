@@ -128,6 +128,8 @@ class LongReplay:
         self.live: list[Request] = []
         self.free = list(range(1, 1 + requests * self.width))
         self.names = self.replays = 0
+        self.last_tokens: list[int] = []
+        """Tokens of live rows in the last step, where its outputs are defined."""
         self.journal: list[Callable[[], None]] = []
         self.boundaries: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.notes: dict[str, list[tuple[str, Tensor]]] = {"state": [], "output": [], "never": []}
@@ -381,6 +383,7 @@ class LongReplay:
         rows = [one.row for _, one in kept]
         firsts, windows, taken = ([values[b] for b, _ in kept] for values in (begins, lengths, accepted))
         tokens_of = [i for b in owned for i in range(begins[b], begins[b] + lengths[b])]
+        self.last_tokens = [i for b, _ in kept for i in range(begins[b], begins[b] + lengths[b])]
         self.report.rows += len(kept)
         self.report.windows += sum(n > 0 for n in windows)
         self.report.tokens += sum(taken)
@@ -401,7 +404,9 @@ class LongReplay:
                 got = log[number % LOG, :, :count]
                 where = f"{what} of step {number}"
                 self.notes["output"].append((where, _beyond_rounding(got[:, at.clamp(max=count - 1)], want, known)))
-                self.notes["never"].append((f"{where} where no token is", got[:, unowned] != 0))
+                self.notes["never"].append(
+                    (f"{where} where no token is", ((got != 0).flatten(2).any(2) & unowned).any())
+                )
 
         self.journal.append(step)
 

@@ -217,6 +217,7 @@ def main():
     parser.add_argument("--window", type=int, default=8)
     parser.add_argument("--requests", type=int, default=6)
     parser.add_argument("--block", type=int, default=32, help="tokens of a state block in align mode")
+    parser.add_argument("--commit", default="", help="of graphrt, for the facts")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device, failed, found = torch.device(args.device), False, {}
@@ -238,8 +239,9 @@ def main():
                     print(f"  {verdict:6}  {row['worst']:10.3g}  <= {row['limit']:<8.3g} {row['what']}")
     if args.json:
         name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        facts = {"device": name, "torch": torch.__version__, **versions, "args": vars(args), "cases": found}
-        args.json.write_text(json.dumps(facts, indent=1, default=str) + "\n")
+        sizes = {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
+        facts = {"device": name, "torch": torch.__version__, **versions, "args": sizes, "cases": found}
+        args.json.write_text(json.dumps(facts, indent=1) + "\n")
     print("\nFAILED" if failed else "\nall within their limits")
     return int(failed)
 

@@ -61,8 +61,11 @@ def torch_device(device: Device) -> "torch.device":
 def user_errors() -> Iterator[None]:
     """What a user can put right comes as one sentence, without a traceback.
 
-    A value that does not fit is a usage error (exit status 2); a step that cannot be recorded, exit status 1.
+    A value that does not fit is a usage error (exit status 2); a step that cannot be recorded, or has no room, exit
+    status 1.
     """
+    import torch
+
     from graphrt.capture import CaptureError
 
     try:
@@ -71,6 +74,9 @@ def user_errors() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
     except CaptureError as error:
         raise refusal(str(error)) from error
+    except torch.OutOfMemoryError as error:
+        told = str(error).partition(". ")[0]
+        raise refusal(f"{told}: take fewer rows or layers; `graphrt plan` says what a shape needs") from error
 
 
 def refusal(text: str) -> typer.Exit:

@@ -20,6 +20,7 @@ from .common import (
     DeviceOption,
     JsonOption,
     as_json,
+    in_bytes,
     show,
     torch_device,
     user_errors,
@@ -110,6 +111,7 @@ def profile(
         "sizes": asdict(sizes) | {"dtype": str(sizes.dtype), "checkpoint_dtype": str(sizes.checkpoint_dtype)},
         "steps": steps,
         "us_per_step": microseconds,
+        "graph_bytes": asdict(workload.step.memory()),
         "trace": str(torch_file) if torch_file else None,
         "commands": commands,
     }
@@ -233,6 +235,8 @@ def _lines(result: dict[str, Any], commands: dict[str, str]) -> list[RenderableT
         f"commit: {result['commit']}",
         f"{result['us_per_step']:,.1f} us a step, mean of {result['steps']} replays in a row",
     ]
+    if graphs := result["graph_bytes"]["device"]:
+        lines.append(f"the recording took {in_bytes(graphs)} of device memory")
     if result["trace"]:
         lines.append(f"trace: {result['trace']} (ui.perfetto.dev; process 'graphrt by phase')")
     for name, command in commands.items():

@@ -95,6 +95,8 @@ REFUSED = {
         False, modes=v)),
     "capture dcp": (NOT_FLAGS, lambda p, v: p.runner.capture(False, dcp=v)),
     "capture progress": (NOT_FLAGS, lambda p, v: p.runner.capture(v)),
+    "capture prove_neutral": (NOT_FLAGS, lambda p, v: p.runner.capture(False, prove_neutral=v)),
+    "step.capture prove_neutral": (NOT_FLAGS, lambda p, v: p.toy.step.capture(False, prove_neutral=v)),
     "commit num_reqs": ((*NOT_COUNTS, 7), lambda p, v: p.runner.commit(v)),
     "flush num_reqs": ((*NOT_COUNTS, 7), lambda p, v: p.runner.flush(v)),
     "drain num_reqs": ((*NOT_COUNTS, 7), lambda p, v: p.runner.drain(v)),

@@ -9,7 +9,9 @@ import torch
 from engine import WINDOW, Batch, Engine, assert_same, int32
 
 from graphrt import align_eager_mask, error_counts, reset_errors
-from graphrt.capture import CommitRunner, StepInputs, dummy_inputs
+from graphrt.capture import CaptureError, CommitRunner, StepInputs, dummy_inputs
+from graphrt.capture import sizes as sizes_module
+from graphrt.capture.progress import CaptureProgress
 
 SIZE = 16
 WIDTH = 8
@@ -393,6 +395,101 @@ def test_memory_is_reported_by_graph_and_in_total(device):
     assert sorted(memory.per_graph) == sorted(f"{mode}/{n}" for mode in ("commit", "flush", "drain") for n in (1, 4))
     assert memory.total == sum(memory.per_graph.values()) == 0
     assert memory.forecast == (0 if device.type == "cuda" else None)
+
+
+def test_sizes_are_recorded_largest_first_and_the_smallest_that_fits_is_replayed(device, monkeypatch):
+    """All in one pool; a batch between two sizes takes the larger one, also after a size was added."""
+    made, replayed = [], []
+    make_recording = sizes_module.record
+
+    def record(fn, **options):
+        made.append((options["name"], options["pool"]))
+        recording = make_recording(fn, **options)
+        replay = recording.replay
+        recording.replay = lambda: (replayed.append(recording.name), replay())
+        return recording
+
+    monkeypatch.setattr(sizes_module, "record", record)
+    runner = make(Engine(device), [1, 6])
+    runner.capture(progress=False, modes=["commit", "drain"])
+    runner.capture(progress=False, sizes=[3, 1], modes=["commit"])
+    assert [name for name, _ in made] == ["commit/6", "drain/6", "commit/1", "drain/1", "commit/3"]
+    assert len({pool for _, pool in made}) == 1
+    for n in range(7):
+        runner.commit(n)
+    assert replayed == [f"commit/{n}" for n in (1, 1, 3, 3, 6, 6, 6)]
+
+
+@pytest.mark.parametrize("dcp", [False, True], ids=["padding", "dcp dummies"])
+def test_a_capture_can_prove_that_it_changed_nothing(device, dcp):
+    """The switch for a first capture in production: silent if all is well, else the changed state is named (B18)."""
+    engine, rng = Engine(device), random.Random(11)
+    batch = Batch(rng, engine, 4, least_rows=4, tokens=3)
+    batch.verify(engine, engine.window_inputs(rng))
+    batch.commit(engine)
+    runner = make(engine, [2])
+    runner.capture(progress=False, dcp=dcp, prove_neutral=True)
+    for name, state in {
+        "checkpoint[1]": engine.layers[1].kv_cache[1],
+        "convolution state[0]": engine.layers[0].kv_cache[0],
+        "correction[0]": engine.layers[0].recoverssm_records.correction,
+        "key and gate[1]": engine.layers[1].recoverssm_records.key_gate,
+        "pending": engine.pending,
+    }.items():
+        runner = make(engine, [2])
+        runner._works["commit"] = lambda n, state=state: state[3:4].add_(1)
+        runner._recordings._works["commit"] = runner._works["commit"]
+        with pytest.raises(CaptureError, match=rf"state_neutral: {re.escape(name)} changed in entry 3"):
+            runner.capture(progress=False, modes=["commit"], dcp=dcp, prove_neutral=True)
+
+
+def test_a_rebound_tensor_is_found_where_the_context_checks(device):
+    """With `check=True` a replay finds that `pending` has other memory than at the capture (B04)."""
+    engine = Engine(device)
+    context = type(engine.context).create(
+        engine.layers, spec_query_len=WINDOW, max_num_reqs=6, backend=engine.backend, check=True
+    )
+    runner = CommitRunner(context, engine.pending, StepInputs(6, WINDOW, device), [2])
+    runner.capture(progress=False)
+    runner.commit(1)
+    old = engine.pending.data
+    engine.pending.data = torch.zeros(6, dtype=torch.int32, device=device)
+    for call in (runner.commit, runner.flush, runner.drain):
+        with pytest.raises(CaptureError, match=r"has other memory now since it was recorded; write into"):
+            call(1)
+    engine.pending.data = old
+    runner.commit(1)
+
+
+@pytest.mark.gpu
+def test_the_forecast_is_what_the_graphs_take():
+    """B97: within a tenth of the measured growth; eight sizes in one pool take at most 1.2 times the largest."""
+    buffer = torch.zeros(64, 1 << 20, device="cuda")
+
+    def work(n):
+        return ((buffer[:n] * 2) + 1).sum()
+
+    recordings = sizes_module.SizedRecordings({"work": work}, 64, torch.device("cuda", 0))
+    recordings.capture(["work"], [1, 2, 4, 8, 16, 32, 64], lambda n: None, False)
+    memory = recordings.memory()
+    assert memory.per_graph["work/64"] * 1.2 >= memory.total == sum(memory.per_graph.values())
+    assert abs(memory.forecast - memory.total) <= 0.1 * memory.total
+    assert memory.device >= memory.total
+    recordings.close()
+    recordings.close()
+
+
+def test_the_progress_tells_the_free_memory(monkeypatch, capsys):
+    """On a GPU each line has the free device memory; the last one recordings, seconds and both kinds of MiB."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (345 << 20, 1 << 40))
+    with CaptureProgress(2, torch.device("cuda"), True) as progress:
+        progress.update("commit, 6 rows")
+        progress.advance()
+        progress.advance()
+        progress.finish(2, 1.25, 3 << 20, 5 << 20)
+    shown = capsys.readouterr().out
+    assert "captured 2 recordings in 1.2 s, 3.0 MiB in their pool, 5.0 MiB of device memory\n" in shown
+    assert "345 MiB free" in shown and "2/2" in shown
 
 
 def test_capture_shows_its_progress(device, capsys):

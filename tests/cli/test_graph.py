@@ -3,8 +3,10 @@
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from graphrt import workload
 from graphrt.cli import app
 from graphrt.cli.graph import Run, folded
 
@@ -60,3 +62,14 @@ def test_repeated_nodes_fold_into_runs(names, runs):
     found = folded(list(names))
     assert found == runs
     assert "".join(names[r.start : r.start + r.length] * r.times for r in found) == names
+
+
+def test_too_little_memory_is_one_sentence(monkeypatch):
+    """Exit status 1, and what to do."""
+
+    def allocate(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 12.00 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr(workload.Workload, "__init__", allocate)
+    result = run()
+    assert result.exit_code == 1 and "fewer rows or layers" in result.output and "Traceback" not in result.output
