@@ -191,4 +191,4 @@ def _seen_from(device: torch.device, host: Tensor) -> Tensor:
     """
     storage = torch._C._construct_storage_from_data_pointer(host.data_ptr(), device, host.nbytes)
     view = torch.empty(0, dtype=host.dtype, device=device)
-    return view.set_(storage, 0, host.shape, host.stride())  # type: ignore[call-overload, no-any-return]
+    return view.set_(storage, 0, host.shape, host.stride())
