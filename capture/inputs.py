@@ -35,6 +35,7 @@ class StepInputs:
         block_table_width: columns of the block table; align mode needs at least one.
         ledger: whose generations staged rows are compared with. A row that is late, for its record row has a new
             owner, becomes padding when it is staged, is skipped by a commit, flush or drain afterwards, and is counted.
+            The verifies compare nothing: enqueue them right behind the staging, with no other step of the row between.
     """
 
     max_num_reqs: int

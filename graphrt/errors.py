@@ -7,7 +7,7 @@ lies in pinned host memory that the device writes through: the host reads it wit
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -190,6 +190,5 @@ def _seen_from(device: torch.device, host: Tensor) -> Tensor:
     Keeps nothing alive.
     """
     storage = torch._C._construct_storage_from_data_pointer(host.data_ptr(), device, host.nbytes)
-    empty: Any = torch.empty(0, dtype=host.dtype, device=device)
-    view: Tensor = empty.set_(storage, 0, host.shape, host.stride())
-    return view
+    view = torch.empty(0, dtype=host.dtype, device=device)
+    return view.set_(storage, 0, host.shape, host.stride())

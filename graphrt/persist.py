@@ -122,8 +122,8 @@ def _load(path: Path, file: Any, context: KDARecoverSSMCommitContext, ledger: Re
     saved = file.metadata() or {}
     if saved.get("format") != FORMAT:
         raise ValueError(f"{path}: not a {FORMAT} file: its format is {saved.get('format', 'not named')}")
-    if saved["version"] != str(VERSION):
-        _refuse(path, "version", saved["version"], VERSION)
+    if saved.get("version") != str(VERSION):
+        _refuse(path, "version", saved.get("version"), VERSION)
     theirs = json.loads(saved["sizes"])
     for name, here in _sizes(context).items():
         if theirs.get(name) != here:

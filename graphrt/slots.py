@@ -122,8 +122,10 @@ class RecordSlots:
         _check_id(request_id)
         if request_id in self._preempted:
             self._preempted.discard(request_id)
-        else:
-            self._give_back(request_id)
+            return
+        if request_id not in self._rows:
+            raise KeyError(f"request {request_id!r} is not in the ledger: it was released already, or never admitted")
+        self._give_back(request_id)
 
     def reset(self) -> None:
         """Release every request, as after an abort."""
@@ -140,8 +142,8 @@ class RecordSlots:
         try:
             return self._rows[request_id]
         except KeyError:
-            way_out = "was preempted; resume it first" if request_id in self._preempted else "admit it first"
-            raise KeyError(f"request {request_id!r} owns no record row; {way_out}") from None
+            way_out = "it was preempted, resume it first" if request_id in self._preempted else "admit it first"
+            raise KeyError(f"request {request_id!r} owns no record row: {way_out}") from None
         except TypeError:
             _check_id(request_id)
             raise

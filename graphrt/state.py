@@ -152,7 +152,8 @@ class StateAccess:
 
         A block that is not in the list was not written: it is null in the table, past its end, or the row did not
         reach its end. On the device the same list is `boundary_state_indices[:num_reqs]` (0: none) with
-        `boundary_recovery_lens`. Flush, drain and the next commit overwrite it.
+        `boundary_recovery_lens`. Flush, drain and the next commit overwrite it: after several steps of a recording it
+        is that of the last one.
 
         Args:
             num_reqs: rows of that commit, not padded: entries behind them may be those of an earlier, larger step.

@@ -7,6 +7,7 @@ that needs a GPU is marked ```python gpu: its imports and names are checked, it 
 import argparse
 import ast
 import builtins
+import codeop
 import importlib
 import importlib.util
 import itertools
@@ -100,6 +101,21 @@ def check_names(tree, names, block):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id not in stored:
             owner = names.get(node.value.id)
             assert owner is None or hasattr(owner, node.attr), f"{block}: {node.value.id} has no {node.attr}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_python_blocks_can_be_pasted_into_the_interpreter(document):
+    """Line by line: a blank line ends every indented block, and stands nowhere inside one."""
+    for block in blocks_of(document, "python"):
+        waiting = []
+        for number, line in enumerate([*block.text.splitlines(), ""], start=block.line):
+            waiting.append(line)
+            try:
+                complete = codeop.compile_command("\n".join(waiting))
+            except SyntaxError as error:
+                raise AssertionError(f"{document}:{number}: {error.msg}: {line}") from error
+            waiting = [] if complete else waiting
+        assert not any(waiting), f"{block}: ends inside a statement"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

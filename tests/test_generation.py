@@ -173,7 +173,8 @@ def test_a_late_row_is_padding_from_its_staging_on(backend_device):
     truths[row_b].assert_state(pool, 8)
 
 
-def test_a_late_row_of_a_decode_step_turns_into_padding(backend_device):
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "replay"])
+def test_a_late_row_of_a_decode_step_turns_into_padding(backend_device, captured):
     """Rows stay staged over many replays: one whose record row got a new owner moves none of its pending counts."""
     backend_device.spare(True)
     pool = Pool(backend_device, backend_device.shape(layers=1, heads=1))
@@ -188,18 +189,21 @@ def test_a_late_row_of_a_decode_step_turns_into_padding(backend_device):
         return Sampled(nothing, nothing)
 
     step = DecodeStep(pool.context, ledger.pending, inputs, verify_nothing, accept_nothing)
+    if captured:
+        step.capture(progress=False)
+    run = step.replay if captured else step.run
     inputs.stage(
         num_reqs=2, state_indices=[5, 3], record_rows=[row_a, row_c], query_start_loc=[0, 0, 0],
         generation=ledger.generations("AC"),
     )  # fmt: skip
-    step.run(2)
+    run(2)
     assert step.outputs[0].tolist() == [row_a, row_c]
     ledger.release("A")
     assert ledger.admit("B") == row_a
     truths = start(pool, {row_a: 8})
     run_step(Batch(pool, [Row(8, row_a, 4)]), truths, [2])
     before = Snapshot(pool)
-    step.run(2)
+    run(2)
     assert step.outputs[0].tolist() == inputs.record_rows.tolist() == [-1, row_c]
     assert pool.errors() == {"stale_generation": 1}
     assert before.changed() == []

@@ -87,9 +87,9 @@ def test_misuse_of_the_ledger_says_the_way_out():
         (lambda: ledger.admit("waits"), ValueError, r"'waits' was preempted; resume it, or release it first"),
         (lambda: ledger.resume("a"), ValueError, r"'a' owns a row, and needs none"),
         (lambda: ledger.resume("b"), ValueError, r"'b' was never preempted; admit it"),
-        (lambda: ledger.preempt("b"), KeyError, r"'b' owns no record row; admit it first"),
-        (lambda: ledger.row("waits"), KeyError, r"'waits' owns no record row; was preempted; resume it first"),
-        (lambda: ledger.release("b"), KeyError, r"'b' owns no record row; admit it first"),
+        (lambda: ledger.preempt("b"), KeyError, r"'b' owns no record row: admit it first"),
+        (lambda: ledger.row("waits"), KeyError, r"'waits' owns no record row: it was preempted, resume it first"),
+        (lambda: ledger.release("b"), KeyError, r"'b' is not in the ledger: it was released already, or never"),
         (lambda: ledger.preempt("a", slot=3), ValueError, r"^context: expected context and slot together"),
     ):
         with pytest.raises(error, match=words):

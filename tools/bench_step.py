@@ -8,10 +8,11 @@ Columns, µs for all layers:
 - deferred: a deferred step, the verifies of all layers and the commit, which folds nothing.
 - eager: stock verifies, then a commit that folds n records now.
 - verifies: the deferred verifies alone. verify: stock verifies alone.
-- commit: the deferred commit alone (plan and defer). fold: the fold of n records alone.
+- commit: the deferred commit alone (plan and defer), of 20 in one graph. fold: the fold of n records alone.
 - flush: plan, compaction of the convolution histories, and fold.
 - plain: the deferred step without programmatic launches.
 - conv inside, conv apart: a deferred step whose verifies run the short convolution, and one with a launch for it.
+- launch: a replay of a graph with one tiny kernel; what every other figure has in it, too.
 - host: of one eager launch of the verify, host time.
 - floor: bytes of the deferred step (state in and out, n KiB + Q KiB of records, 1.25 Q KiB of activations per
   request, head and layer) over the card's in-place read-and-write rate, measured first; two_pass: the state alone,
@@ -90,7 +91,7 @@ def measure(batch, layers, heads, q, n, rate, splits):
         "eager": graph_us(lambda: model.step(False)),
         "verifies": graph_us(lambda: model.verifies(True)),
         "verify": graph_us(lambda: model.verifies(False)),
-        "commit": graph_us(model.commit),
+        "commit": graph_us(lambda: [model.commit() for _ in range(20)]) / 20,
         "fold": graph_us(model.fold),
         "flush": graph_us(model.flush),
         "plain": graph_us(model.plain_step),
@@ -102,6 +103,7 @@ def measure(batch, layers, heads, q, n, rate, splits):
     for split in splits:
         row[f"deferred, split {split}"] = graph_us(lambda split=split: model.step(True, split=split))
         row[f"conv inside, split {split}"] = graph_us(lambda split=split: model.step(True, "inside", split))
+    row["launch"] = graph_us(model.mark.zero_)
     row["host"] = host_us(lambda: model.verifies(True), layers)
     return row | {"deferred/floor": row["deferred"] / floor, "fold/two_pass": row["fold"] / two_pass}
 

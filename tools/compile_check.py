@@ -60,9 +60,10 @@ def cute_variants(heads: int, window: int) -> Iterator[tuple[str, object, tuple]
     for dtype, align, indexed in product(kinds, (False, True), (False, True)):
         label = f"fold {kinds[dtype]}{' align' if align else ''}{' indexed' if indexed else ''}"
         yield label, commit.KERNELS, commit.fold_facts(heads, window, dtype, fp32, fp32, align, indexed)
-    for dtype, width, split in product(kinds, (0, 4), (1, 2)):
-        label = f"verify {kinds[dtype]}{' with convolution' if width else ''} split {split}"
-        facts = deferred.verify_facts(heads, window, dtype, fp32, fp32, width, split)
+    names = {(0, False): "", (4, True): " with convolution", (4, False): " with convolution, shifted"}
+    for dtype, conv, split in product(kinds, names, (1, 2)):
+        label = f"verify {kinds[dtype]}{names[conv]} split {split}"
+        facts = deferred.verify_facts(heads, window, dtype, fp32, fp32, *conv, split)
         yield label, deferred.KERNELS, facts
 
 

@@ -56,7 +56,7 @@ class Model:
         self.slots = torch.arange(1, batch + 1, device=device, dtype=torch.int32)
         self.rows = torch.arange(batch, device=device, dtype=torch.int32)
         self.accepted = torch.full((batch,), n, device=device, dtype=torch.int32)
-        self.pending = self.accepted.clone()
+        self.pending, self.mark = self.accepted.clone(), torch.zeros(1, device=device)
         self.errors = error_counter(device)
         zeros = torch.zeros_like(self.slots)
         self.plan = SimpleNamespace(

@@ -1,7 +1,6 @@
 """Host side of the FP32 deferred verify: what it supports, its variants, and its launch. The kernel is verify.py."""
 
 import logging
-import sys
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -35,8 +34,8 @@ def _ints(count):
     return tuple(Int32(0) for _ in range(count))
 
 
-_EXAMPLES = (*map(_longs, (6, 6, 5, 3, 5)), _ints(4), _longs(8), *map(_ints, (4, 3, 2)), Float32(0.0))
-KERNELS = Kernels(VerifyF32, _EXAMPLES, "6q6q5q3q5q4q8q4q3q2qf4x")
+_EXAMPLES = (*map(_longs, (6, 6, 5, 3, 5)), _ints(4), _longs(6), *map(_ints, (4, 2, 2)), Float32(0.0))
+KERNELS = Kernels(VerifyF32, _EXAMPLES, "6q6q5q3q5q4q6q4q2q2qf4x")
 # Items (rows times heads) per multiprocessor below which two blocks share one (tools/bench_step.py).
 SPLIT_BELOW = 0.5
 # Widths of a convolution that the kernel takes in: its history and weights are registers of one thread.
@@ -55,11 +54,11 @@ def compile_variants(stack) -> None:
         heads, width = state.shape[1], stack.hist + 1
         fits = stack.conv_states[0].shape[1] == 3 * heads * state.shape[3] and width <= MAX_WIDTH
         for conv_width in (0, width) if fits else (0,):
-            compile_deferred_verify_f32(state, q, a_log, dtype, dt_bias, conv_width)
+            compile_deferred_verify_f32(state, q, a_log, dtype, dt_bias, conv_width, stack.conv_keeps_history)
     compiled = KERNELS.count() + commit.KERNELS.count() - before
     if compiled:
-        seconds = time.perf_counter() - start
-        print(f"graphrt: {compiled} CuTe DSL kernels compiled in {seconds:.1f} s", file=sys.stderr)
+        # A warning, so that it is seen without a handler: `create` took that long.
+        log.warning("graphrt: %d CuTe DSL kernels compiled in %.1f s", compiled, time.perf_counter() - start)
 
 
 @contextmanager
@@ -101,12 +100,15 @@ def conv_supported(conv: Convolution, k: Tensor) -> Support:
     for name, t in (("weight", conv.weight), ("bias", conv.bias)):
         if t is not None and t.dtype != k.dtype:
             return Support(False, f"the CuTe DSL verify fuses a convolution in {k.dtype}, got {name} {t.dtype}")
+    if not conv.weight.is_contiguous() or conv.weight.data_ptr() % 8:
+        return Support(False, f"the CuTe DSL verify fuses contiguous weights, got strides {conv.weight.stride()}")
     return Support(True, "the CuTe DSL verify fuses this convolution")
 
 
-def verify_facts(heads, spec_query_len, dtype, a_log_dtype, dt_bias_dtype, conv_width, split) -> tuple:
-    """Key of a variant; `conv_width` is 0 without a fused convolution."""
-    return (heads, spec_query_len, DTYPES[dtype], DTYPES[a_log_dtype], DTYPES[dt_bias_dtype], conv_width, split)
+def verify_facts(heads, spec_query_len, dtype, a_log_dtype, dt_bias_dtype, conv_width, keeps_history, split) -> tuple:
+    """Key of a variant; `conv_width` is 0 without a fused convolution, and then its layout does not matter."""
+    kinds = (DTYPES[dtype], DTYPES[a_log_dtype], DTYPES[dt_bias_dtype])
+    return (heads, spec_query_len, *kinds, conv_width, bool(conv_width and keeps_history), split)
 
 
 def compile_deferred_verify_f32(
@@ -116,10 +118,12 @@ def compile_deferred_verify_f32(
     dtype: torch.dtype = torch.bfloat16,
     dt_bias_dtype: torch.dtype = torch.float32,
     conv_width: int = 0,
+    keeps_history: bool = False,
 ) -> None:
     """Compile and load one variant for the device of `state_ref`; stock and deferred verify are the same kernel."""
     for split in (1, 2):
-        facts = verify_facts(state_ref.shape[1], spec_query_len, dtype, a_log_dtype, dt_bias_dtype, conv_width, split)
+        kinds = (dtype, a_log_dtype, dt_bias_dtype)
+        facts = verify_facts(state_ref.shape[1], spec_query_len, *kinds, conv_width, keeps_history, split)
         KERNELS.load(facts, state_ref.device)
 
 
@@ -164,8 +168,12 @@ def deferred_verify_f32(
     items, blocks = batch * heads, sm_count(device)
     if split is None:
         split = 2 if items < SPLIT_BELOW * blocks else 1
-    width = 0 if conv is None else conv.weight.shape[1]
-    facts = verify_facts(heads, spec_query_len, k.dtype, A_log.dtype, dt_bias.dtype, width, split)
+    groups = max(1, min(blocks // split, items))
+    # As many as it takes for no more rounds, if that leaves an eighth of them for the next layer to start early on.
+    even = -(-items // -(-items // groups)) if items else 1
+    groups = even if even <= groups * 7 // 8 else groups
+    width, keeps = (0, False) if conv is None else (conv.weight.shape[1], conv.keeps_history)
+    facts = verify_facts(heads, spec_query_len, k.dtype, A_log.dtype, dt_bias.dtype, width, keeps, split)
     sized = (q, k, raw_g, v, raw_beta, out)
     layer = (checkpoint_state, records.correction, records.key_gate)
     indices = (state_indices, record_rows, query_start_loc, pending)
@@ -174,11 +182,11 @@ def deferred_verify_f32(
         stream = torch.cuda.current_stream(device).cuda_stream
         note = (stream, touched(sized, layer, indices, (A_log, dt_bias), conv))
         early = order.may_start_early(*note)
-    conv_values = (0,) * 8
+    conv_values = (0,) * 6
     if conv is not None:
-        strides = (*conv.state.stride(), *conv.weight.stride())
+        strides = (x * k.element_size() for x in conv.state.stride())
         bias = 0 if conv.bias is None else conv.bias.data_ptr()
-        conv_values = (conv.state.data_ptr(), conv.weight.data_ptr(), bias, *(k.element_size() * x for x in strides))
+        conv_values = (conv.state.data_ptr(), conv.weight.data_ptr(), bias, *strides)
     KERNELS.launch(
         facts,
         device,
@@ -196,8 +204,7 @@ def deferred_verify_f32(
         tokens,
         int(programmatic and bool(early)),
         int(raw_beta.dtype == torch.float32),
-        int(conv is not None and conv.keeps_history),
-        split * max(1, min(blocks // split, items)),
+        split * groups,
         int(programmatic),
         lower_bound,
     )

@@ -142,6 +142,13 @@ def select(condition, a, b, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def pack(low, high, *, loc=None, ip=None):
+    """Two 16-bit values in one word."""
+    bits = [llvm.bitcast(T.i16(), x.ir_value(loc=loc, ip=ip), loc=loc, ip=ip) for x in (low, high)]
+    return Int32(_asm(T.i32(), bits, "mov.b32 $0, {$1, $2};", "=r,h,h", loc, ip))
+
+
+@dsl_user_op
 def split_tf32(x, *, loc=None, ip=None):
     """x = hi + lo exactly, hi a TF32 number, both as bit patterns.
 

@@ -10,22 +10,24 @@ for the row's tokens t < min(length, Q). u_t and the raw k_t, g_t replace the ro
 without tokens still has its pending folded. Row -1 never writes the checkpoint and records into the scratch row.
 Outputs of a null row's tokens, of tokens beyond Q of a row and of tokens past the last row are zero.
 
-Grid min(SMs, B * H), 512 threads, one block an SM, each walking its items (verify_rings.py has the arithmetic):
-- warps 0 to 3: state tile in registers, fold, bulk store, 3xTF32 products with the 16 probes.   232 registers
-- warps 4 to 7: p, r and k̂ exp(-L) of the window; raw records.                                   104
-- warps 8 to 11: replay coefficients one item ahead, couplings, triangular solve, u and o.       104
-- warp 12 loads states and warp 13 all else, two items ahead; warp 14 writes the zeros.           72
+Grid at most one block an SM, 512 threads each walking the block's items (verify_roles.py has the arithmetic):
+- warps 0 to 3: state tile in registers, fold, 3xTF32 products with the 16 probes.               232 registers
+- warps 4 to 7: p, r and k̂ exp(-L) of the window; raw records. With a convolution: its q and k.  104
+- warps 8 to 11: replay coefficients one item ahead, couplings, solve, u and o; v's convolution. 104
+- warp 12 loads states, 13 all else, two items ahead; 14 writes the zeros, 15 stores the states.  72
 
 Traffic of an item: 64 KiB in, 64 KiB out if n > 0, n KiB of records in, Q KiB of records out, 1.25 Q KiB of
-activations: for n = 4, Q = 8 at 4.2 TB/s 9500 cycles an SM; the fold warps need about 7000. Measured on an H200, 69
-layers of 12 heads: 1.15 times that floor at 64 requests, 1.12 at 128; what is left is the first window of a layer, for
-which the memory waits about 2 µs, and the uneven last round. At one request a layer takes 3.8 µs, the latency of
-launch, tokens, coefficients, products and solve.
+activations: for n = 4, Q = 8 at 4.2 TB/s 9500 cycles an SM; the fold warps need about 7000. On an H200 with 69 layers
+of 12 heads (tools/results/h200) a step at 64 requests is 1.15 times that floor, from 128 on 1.11. Alone under ncu a
+layer of 64 requests moves 94 MB through DRAM in 35.6 µs: DRAM at 55 % of its peak, L2 at 70 %, L1 and shared memory at
+46 %, issue slots at 28 %, so no unit is full. The memory waits for the first window of a layer, about 2 µs behind the
+predecessor's end, and half the cycles between two instructions of a warp go to what it asked of L1 or shared memory.
+At one request a layer takes 3.8 µs, the latency of launch, tokens, coefficients, products and solve.
 
-Programmatic launch: state, records and the whole replay come before this kernel's wait and read only what was
-written at least two launches earlier, or before a launch without the attribute; the successor is released after the
-wait. Every block waits, also one without items, so that a finished grid means that all before it are finished.
-All records of an item are in the shared memory of whoever reads them before the first is overwritten.
+Programmatic launch (order.py): launched `early`, state, records, history and the whole replay come before this kernel's
+wait; else every thread waits before its first access. The successor is released after the wait. Every block waits, also
+one without items, so that a finished grid means that all before it are finished. All records of an item are in the
+shared memory of whoever reads them before the first is overwritten.
 
 Hostile values stay inside the buffers: slots and rows out of range count as null and -1, counts and query_start_loc
 are clamped. Not checked on the device: slots and rows unique among live rows.
@@ -60,9 +62,9 @@ class VerifyF32(VerifyRoles):
         layer_strides,  # checkpoint slot, correction row, key_gate row: bytes
         indices,  # state_indices, record_rows (or 0), query_start_loc, pending (or 0), error counter: addresses, int32
         index_strides,  # the first four, elements
-        conv,  # state, weight, bias (or 0): addresses; slot, dim, column, weight dim and weight tap stride: bytes
+        conv,  # state, weight, bias (or 0): addresses; slot, dim and column stride: bytes
         limits,  # slots, record rows, batch, T
-        flags,  # early, raw_beta is FP32, the convolution state keeps the history
+        flags,  # early, raw_beta is FP32
         launch,  # grid, programmatic
         lower_bound: Float32,
         stream,
@@ -101,8 +103,7 @@ class VerifyF32(VerifyRoles):
             for at, count in self._barriers:
                 ptx.mbar_init(shared + at, count)
             ptx.mbar_init_fence()
-        early, wide_beta, keeps_history = flags
-        conv = (*conv, keeps_history)
+        early, wide_beta = flags
         if early == 0:
             # Nothing of global memory has been read so far.
             cute.arch.griddepcontrol_wait()
@@ -128,10 +129,10 @@ class VerifyF32(VerifyRoles):
             i = Int32(0)
             n = self.prepare_replay(shared, i, thread - 256, warp - 8, lane, parameters)
             while n >= 0:
+                taps = self.value_taps(shared, i, thread - 256, share, conv)
                 n = self.prepare_replay(shared, i + 1, thread - 256, warp - 8, lane, parameters)
-                self.solve(
-                    shared, i, thread - 256, warp - 8, lane, share, token_strides[4], token_strides[5], wide_beta, conv
-                )
+                strides = token_strides[4], token_strides[5]
+                self.solve(shared, i, thread - 256, warp - 8, lane, share, *strides, wide_beta, conv, taps)
                 i += 1
         else:
             cute.arch.setmaxregister_decrease(_REGISTERS[3])
@@ -277,8 +278,6 @@ class VerifyF32(VerifyRoles):
                         ptx.bulk_load(
                             shared + self.corrections + self.q * V * 4 * place, correction, n * (V * 4), correction_full
                         )
-                if i == 0:
-                    cute.arch.griddepcontrol_wait()
                 cute.arch.sync_warp()
                 self.load_tokens(shared, lane, i, tokens, token_strides)
                 found = found & (found - 1)
@@ -303,7 +302,7 @@ class VerifyF32(VerifyRoles):
 
     @cute.jit
     def load_tokens(self, shared: Int32, lane: Int32, i: Int32, tokens, token_strides):
-        """q, k, gate and v of item i's tokens: lane = token + 8 * tensor."""
+        """q, k, gate and v of item i's tokens, behind the wait: lane = token + 8 * tensor."""
         stage = i & 1
         place = i - i // rings.VALUES * rings.VALUES
         at = shared + self.input_notices + rings.NOTICE_BYTES * stage
@@ -328,8 +327,10 @@ class VerifyF32(VerifyRoles):
             stride = ptx.select(mine, token_strides[kind], stride)
             target = ptx.select(mine, shared + (bases[kind] + self.window_bytes * stage), target)
             barrier = ptx.select(mine, token_full, barrier)
+        address = source + Int64(first + t) * stride + Int64(h) * self.token_bytes
+        if i == 0:
+            cute.arch.griddepcontrol_wait()
         if t < length:
-            address = source + Int64(first + t) * stride + Int64(h) * self.token_bytes
             ptx.bulk_load(target + t * self.token_bytes, address, Int32(self.token_bytes), barrier)
 
     @cute.jit

@@ -11,16 +11,13 @@ and writes the state after it: history to the front, the window's inputs behind 
 where two blocks share a head do both read the history of q and k, and then each says so before the other writes.
 """
 
-# A test of the trace and a test of the kernel do not melt into one `if`.
-# ruff: noqa: SIM102
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from . import ptx
 from .tile import K
-from .verify_layout import VerifyLayout
+from .verify_layout import CONV, HEAD, VerifyLayout
 
 
 class VerifyConv(VerifyLayout):
@@ -29,45 +26,83 @@ class VerifyConv(VerifyLayout):
         return (kind * self.heads + h) * K + c
 
     def load_taps(self, conv, state, channel, n):
-        """Of one channel: the history after n committed tokens as it stands in the state, the weights, the bias."""
-        _, weights, biases, _, dim_stride, column_stride, weight_stride, tap_stride, keeps = conv
-        start = ptx.select(keeps != 0, n, cutlass.max(n - 1, 0))
+        """Of one channel, in the activations' dtype: history after n committed tokens, weights, and the bias.
+
+        The history is as it stands in the state; the weights of a channel lie together (`conv_supported`).
+        """
+        _, weights, biases, _, dim_stride, column_stride = conv
+        start = n if self.keeps else cutlass.max(n - 1, 0)
         at = state + Int64(channel) * dim_stride + Int64(start) * column_stride
         history = [ptx.load_global(at + w * column_stride, self.dtype) for w in range(self.width - 1)]
-        at = weights + Int64(channel) * weight_stride
-        taps = [ptx.load_global(at + w * tap_stride, self.dtype).to(Float32) for w in range(self.width)]
-        # Without a bias the first weight stands in for the address, and zero for the value.
+        at = weights + Int64(channel) * (self.width * self.size)
+        taps = ptx.load_global(at, self.dtype, 4) if self.width == 4 else self.load_row(at)
+        # Without a bias the first weight stands in for its address, and zero for its value.
         at = ptx.select(biases != 0, biases + Int64(channel) * self.size, at)
-        bias = ptx.select(biases != 0, ptx.load_global(at, self.dtype).to(Float32), Float32(0.0))
-        return history, taps, bias
+        return (*history, *taps, ptx.load_global(at, self.dtype))
 
-    def convolve(self, history, inputs, taps, bias):
+    def load_row(self, at):
+        return [ptx.load_global(at + w * self.size, self.dtype) for w in range(self.width)]
+
+    def convolve(self, conv, taps, inputs):
         """The window's outputs in the activations' dtype."""
-        x = [value.to(Float32) for value in history + inputs]
+        history = self.width - 1
+        x = [value.to(Float32) for value in (*taps[:history], *inputs)]
+        weights = [value.to(Float32) for value in taps[history:-1]]
+        bias = ptx.select(conv[2] != 0, taps[-1].to(Float32), Float32(0.0))
         outputs = []
         for t in range(self.q):
             y = bias
             for w in range(self.width):
-                y = y + taps[w] * x[t + w]
+                y = y + weights[w] * x[t + w]
             outputs.append(ptx.divide(y, Float32(1.0) + ptx.exp(-y)).to(self.dtype))
         return outputs
 
     @cute.jit
-    def store_state(self, conv, state: Int64, channel: Int32, n: Int32, length: Int32, history, inputs):
+    def store_state(self, conv, state: Int64, channel: Int32, length: Int32, taps, inputs):
         """History to the front of the channel's columns, the window's inputs behind it; else no column changes."""
-        _, _, _, _, dim_stride, column_stride, _, _, keeps = conv
+        _, _, _, _, dim_stride, column_stride = conv
         at = state + Int64(channel) * dim_stride
-        # The layout without a column to spare drops the oldest input of the history.
-        if keeps == 0:
-            if length > 0:
-                at -= column_stride
-        if (n > 0) | (keeps == 0):
-            for w in cutlass.range_constexpr(self.width - 1):
-                if cutlass.const_expr(w > 0):
-                    ptx.store_global(at + w * column_stride, history[w])
+        if (column_stride == self.size) & (length >= self.q):
+            # The layout without a column to spare drops the oldest input of the history.
+            self.store_run(at, (*taps[0 if self.keeps else 1 : self.width - 1], *inputs))
+        else:
+            if cutlass.const_expr(not self.keeps):
+                if length > 0:
+                    at -= column_stride
                 else:
-                    if (keeps != 0) | (length == 0):
-                        ptx.store_global(at, history[0])
-        for t in cutlass.range_constexpr(self.q):
-            if t < length:
-                ptx.store_global(at + (self.width - 1 + t) * column_stride, inputs[t])
+                    ptx.store_global(at, taps[0])
+            for w in cutlass.range_constexpr(0 if self.keeps else 1, self.width - 1):
+                ptx.store_global(at + w * column_stride, taps[w])
+            for t in cutlass.range_constexpr(self.q):
+                if t < length:
+                    ptx.store_global(at + (self.width - 1 + t) * column_stride, inputs[t])
+
+    def store_run(self, at, values):
+        """Neighbouring 2-byte values, as many as possible two at a time, whether `at` is on 4 bytes or 2 behind."""
+        odd = (at & Int64(2)) != Int64(0)
+        count = len(values)
+        words = (count - 1) // 2
+        first = at + ptx.select(odd, Int64(2), Int64(0))
+        for i in range(words):
+            a, b, c = values[2 * i : 2 * i + 3]
+            ptx.store_global(first + 4 * i, ptx.select(odd, ptx.pack(b, c), ptx.pack(a, b)))
+        if count % 2 == 0:
+            ptx.store_global(at + 2 * (count - 1), values[-1])
+            rest = count - 2
+        else:
+            rest = count - 1
+        ptx.store_global(at + ptx.select(odd, Int64(0), Int64(2 * rest)), ptx.select(odd, values[0], values[rest]))
+
+    def value_channel(self, c, share):
+        """Value channel of thread c: a row of the block's share; the threads that have none stay inside the head."""
+        if self.split == 1:
+            return c
+        return ptx.select(c < self.tile.rows, share * self.tile.rows + c, c)
+
+    def value_taps(self, shared, i, c, share, conv):
+        """`load_taps` of item i's v, asked for before the next replay is prepared; nothing without convolution."""
+        if self.width == 0:
+            return ()
+        at, _, n = self.value_notice(shared, i)
+        channel = self.channel(2, ptx.load_shared(at + HEAD, Int32), self.value_channel(c, share))
+        return self.load_taps(conv, ptx.load_shared(at + CONV, Int64), channel, n)

@@ -30,11 +30,12 @@ def swizzled(row, channel_byte):
 class VerifyLayout:
     """Static facts of one variant: sizes, and where everything lies in shared memory."""
 
-    def __init__(self, heads, q, dtype, a_log_dtype, dt_bias_dtype, width, split):
+    def __init__(self, heads, q, dtype, a_log_dtype, dt_bias_dtype, width, keeps, split):
         self.split, self.tile, self.depth = split, tile.Tile(split), 2 * split
         self.heads, self.q, self.dtype = heads, q, dtype
         self.a_log_dtype, self.dt_bias_dtype = a_log_dtype, dt_bias_dtype
-        self.width = width  # of the convolution; 0: q, k and v come convolved
+        # Width of the convolution, 0 if q, k and v come convolved, and whether its state keeps the history.
+        self.width, self.keeps = width, keeps
         self.size = dtype.width // 8
         self.token_bytes = K * self.size  # one head's q, k, v or gate of a token
         self.key_gate_bytes = 2 * self.token_bytes

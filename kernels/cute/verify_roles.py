@@ -173,14 +173,9 @@ class VerifyRoles(VerifyConv):
                 self.load_column(inputs + base + c * self.size) for base in (self.queries, self.keys, self.gates)
             )
             if cutlass.const_expr(self.width > 0):
-                if cutlass.const_expr(self.split > 1):
-                    ptx.mbar_wait_peer(shared + self.peer_read + 8 * stage, phase)
                 writes = ptx.load_shared(at + WRITES, Int32)
-                if (writes != 0) & (share == 0):
-                    self.store_state(conv, conv_state, channels[0], n, length, taps[0][0], queries)
-                    self.store_state(conv, conv_state, channels[1], n, length, taps[1][0], keys)
-                queries = self.convolve(taps[0][0], queries, *taps[0][1:])
-                keys = self.convolve(taps[1][0], keys, *taps[1][1:])
+                raw = (queries, keys)
+                queries, keys = (self.convolve(conv, taps[kind], raw[kind]) for kind in range(2))
                 # The records keep the keys as the window sees them.
                 for t in cutlass.range_constexpr(self.q):
                     ptx.store_shared(inputs + self.keys + c * self.size + t * self.token_bytes, keys[t])
@@ -194,10 +189,13 @@ class VerifyRoles(VerifyConv):
             cute.arch.barrier(barrier_id=_BAR_WINDOW, number_of_threads=128)
             self.store_window(shared, stage, norms, keys, queries, forward, backward, c, lane)
             tile.warp_arrive(lane, shared + self.window_full + 8 * stage)
-            if cutlass.const_expr(self.split > 1 and self.width == 0):
+            if cutlass.const_expr(self.split > 1):
                 ptx.mbar_wait_peer(shared + self.peer_read + 8 * stage, phase)
             self.copy_record(inputs, record, c, length, share)
             if cutlass.const_expr(self.width > 0):
+                if (writes != 0) & (share == 0):
+                    self.store_state(conv, conv_state, channels[0], length, taps[0], raw[0])
+                    self.store_state(conv, conv_state, channels[1], length, taps[1], raw[1])
                 # The copy engine fills this place next, after keys that this thread stored there.
                 ptx.fence_async_shared()
             tile.warp_arrive(lane, shared + self.input_empty + 8 * stage)
@@ -319,32 +317,25 @@ class VerifyRoles(VerifyConv):
         out_stride: Int64,
         wide_beta: Int32,
         conv,
+        taps,
     ):
         """Warpgroup 2, thread c = value channel c: couplings, then u and o of the window, token by token."""
         stage = i & 1
         phase = (i >> 1) & 1
-        at, place, n = self.value_notice(shared, i)
+        at, place, _ = self.value_notice(shared, i)
         turn = i // VALUES
         length = ptx.load_shared(at + LENGTH, Int32)
         tokens = length
-        channel = share * self.tile.rows + c
+        channel = self.value_channel(c, share)
         if cutlass.const_expr(self.split > 1):
             # The other half of the threads has no row of the tile.
             length = ptx.select(c < self.tile.rows, length, Int32(0))
-            channel = ptx.select(c < self.tile.rows, channel, c)
         record = ptx.load_shared(at + CORRECTION, Int64) + Int64(channel * 4)
         out = ptx.load_shared(at + OUT, Int64) + Int64(channel * self.size)
         values = shared + self.values + self.window_bytes * place + channel * self.size
-        if cutlass.const_expr(self.width > 0):
-            conv_state = ptx.load_shared(at + CONV, Int64)
-            conv_channel = self.channel(2, ptx.load_shared(at + HEAD, Int32), channel)
-            history, taps, bias = self.load_taps(conv, conv_state, conv_channel, n)
         ptx.mbar_wait(shared + self.value_full + 8 * place, turn & 1)
         if cutlass.const_expr(self.width > 0):
-            v = self.load_column(values)
-            if (ptx.load_shared(at + WRITES, Int32) != 0) & (c < self.tile.rows):
-                self.store_state(conv, conv_state, conv_channel, n, length, history, v)
-            v = self.convolve(history, v, taps, bias)
+            v = self.convolve(conv, taps, self.load_column(values))
         # Lane t fetches β_t behind the wait for v, which came after the predecessor; the couplings hide its latency.
         beta = Float32(0.0)
         if lane < tokens:
@@ -366,8 +357,13 @@ class VerifyRoles(VerifyConv):
         table = shared + self.couplings + PROBES * 32 * stage
         ptx.store_shared(table + c * 4, shares[0] + shares[1] + shares[2] + shares[3])
         cute.arch.barrier(barrier_id=_BAR_SOLVE, number_of_threads=128)
+        raw = self.load_column(values)
         if cutlass.const_expr(self.width == 0):
-            v = self.load_column(values)
+            v = raw
+        else:
+            conv_channel = self.channel(2, ptx.load_shared(at + HEAD, Int32), channel)
+            if (ptx.load_shared(at + WRITES, Int32) != 0) & (c < self.tile.rows):
+                self.store_state(conv, ptx.load_shared(at + CONV, Int64), conv_channel, length, taps, raw)
         v = [x.to(Float32) for x in v]
         ptx.mbar_wait(shared + self.projection_full, i & 1)
         row = shared + self.projections + c * PROJECTION_BYTES

@@ -24,6 +24,12 @@ def few_tokens(monkeypatch, short_requests):
     monkeypatch.setattr(run, "make_requests", lambda count, tokens: short_requests)
 
 
+@pytest.fixture
+def one_request(monkeypatch, few_tokens, short_requests):
+    """Enough to find a fault."""
+    monkeypatch.setattr(run, "make_requests", lambda count, tokens: short_requests[:1])
+
+
 def invoke(*more):
     return RUNNER.invoke(app, [*ARGUMENTS, *more], catch_exceptions=False)
 
@@ -58,7 +64,7 @@ def test_accepting_every_draft_is_found_out(monkeypatch, tmp_path):
     assert passed["deferred commit is bit-identical to eager commit"]
 
 
-def test_a_deferred_commit_that_loses_a_token_is_found_out(monkeypatch, tmp_path):
+def test_a_deferred_commit_that_loses_a_token_is_found_out(monkeypatch, tmp_path, one_request):
     whole = KDADeferredCommitContext.commit
 
     def lossy(self, num_accepted_tokens, *args, eager, **kwargs):
@@ -73,7 +79,7 @@ def test_a_deferred_commit_that_loses_a_token_is_found_out(monkeypatch, tmp_path
     assert passed["replayed steps are bit-identical to the same launches made anew"]
 
 
-def test_a_replay_that_differs_from_its_launches_is_found_out(monkeypatch, tmp_path):
+def test_a_replay_that_differs_from_its_launches_is_found_out(monkeypatch, tmp_path, one_request):
     """A recording that forgets one accepted draft, where the launched step does not."""
     whole = DecodeStep._commit
 
@@ -91,7 +97,7 @@ def test_a_replay_that_differs_from_its_launches_is_found_out(monkeypatch, tmp_p
     assert passed["deferred commit is bit-identical to eager commit"]
 
 
-def test_an_index_out_of_range_is_found_out(monkeypatch, tmp_path):
+def test_an_index_out_of_range_is_found_out(monkeypatch, tmp_path, one_request):
     whole = DecodeStep._commit
 
     def one_more(self, rows, sampled):

@@ -96,7 +96,7 @@ def ptx(request, tmp_path_factory):
 
     folder = tmp_path_factory.mktemp("ptx")
     fp32 = torch.float32
-    facts = deferred.verify_facts(2, 4, torch.bfloat16, fp32, fp32, request.param, 1 + request.param // 4)
+    facts = deferred.verify_facts(2, 4, torch.bfloat16, fp32, fp32, request.param, True, 1 + request.param // 4)
     deferred.KERNELS.compile(facts, "sm_90a", f"--keep-ptx --dump-dir={folder}")
     (path,) = Path(folder).glob("*.ptx")
     lines = (line.split("//")[0].strip() for line in path.read_text().splitlines())
