@@ -127,7 +127,8 @@ class StepInputs:
 
         Lists of ints and host tensors are read now, device tensors in stream order; both kinds may be mixed. On a
         GPU host values travel through a ring of pinned blocks, so that steps may be queued. What is omitted gets its
-        padding value in every row.
+        padding value in every row. What another stream still writes is waited for as always, by
+        `torch.cuda.current_stream().wait_event(...)` before.
 
         Args:
             num_reqs: rows of the step; the rows behind them become padding.

@@ -164,6 +164,12 @@ def test_links_lead_to_files_and_headings_that_exist(document):
             assert fragment in anchors, f"{document}: no heading {target}"
 
 
+def test_the_readme_leads_to_every_document():
+    """Nobody finds a page that nothing links to."""
+    readme = (ROOT / "README.md").read_text()
+    assert [path for path in DOCUMENTS if path != "README.md" and f"]({path})" not in readme] == []
+
+
 def test_tables_of_the_documents_follow_from_code_and_results():
     """`python tools/document_tables.py` rewrites what this finds."""
     pytest.importorskip("cutlass", reason="the support table asks the CuTe DSL kernels too")

@@ -8,10 +8,12 @@ A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`:
     support    backends by what `graphrt.backends.supports` answers for every value of every fact (needs CuTe DSL)
     figures    the step benchmark of tools/results/h200/step.json
     errors     every tools/results/*/errors.json, from tools/measure_errors.py
+    tools      the first line of every tool's docstring
     peers_*    tools/results/h200/peers.csv, from tools/bench_peers.py, and peer_check_*.json, from tools/peer_check.py
 """
 
 import argparse
+import ast
 import csv
 import json
 import os
@@ -28,7 +30,8 @@ from graphrt.backends import BACKENDS, Facts, supports
 from graphrt.checks import check_head_dim
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "tools" / "results"
+TOOLS = ROOT / "tools"
+RESULTS = TOOLS / "results"
 
 KERNELS = {"fp32_deferred": "CuTe DSL", "triton": "Triton", "torch": "plain torch, the readable specification"}
 DTYPES = {torch.float32: "FP32", torch.bfloat16: "BF16", torch.float16: "FP16", torch.float64: "FP64"}
@@ -56,6 +59,12 @@ def figures_table() -> str:
         times = [f"{row[name]:.0f}" for name in ("deferred", "eager", "fold", "floor")]
         rows.append((str(row["batch"]), *times, f"{row['deferred'] / row['floor']:.2f}"))
     return _table(("requests", "deferred step", "eager step", "fold alone", "floor", "deferred / floor"), rows)
+
+
+def tools_table() -> str:
+    """Every tool and the first line of its docstring."""
+    docs = [(path.name, ast.get_docstring(ast.parse(path.read_text()))) for path in sorted(TOOLS.glob("*.py"))]
+    return _table(("tool", "what"), [(f"`{name}`", (doc or "").partition("\n")[0]) for name, doc in docs])
 
 
 def errors_table() -> str:
@@ -158,7 +167,7 @@ PEERS_BF16 = {"vllm cute commit": "vllm, CuTe commit", "vllm triton commit": "vl
 ALONE = {"graphrt fp32_deferred eager": "`fp32_deferred` fold", "graphrt triton eager": "`triton` fold"}
 COUNTED = {"graphrt fp32_deferred deferred": "deferred: no fold"}
 
-TABLES = {"support": support_table, "figures": figures_table, "errors": errors_table} | {
+TABLES = {"support": support_table, "figures": figures_table, "errors": errors_table, "tools": tools_table} | {
     "peers_fp32": lambda: peers_steps("float32", False, PEERS | OURS | {"fla state per token": "fla-core"}),
     "peers_conv": lambda: peers_steps("float32", True, PEERS | OURS),
     "peers_bf16": lambda: peers_steps("bfloat16", False, PEERS_BF16 | OURS_BF16),

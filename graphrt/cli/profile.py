@@ -107,6 +107,7 @@ def profile(
     result = {
         "device": _device_name(place),
         "backend": workload.context.backend,
+        "backend_reason": workload.context.backend_reason,
         "commit": workload.step.choice.reason,
         "sizes": asdict(sizes) | {"dtype": str(sizes.dtype), "checkpoint_dtype": str(sizes.checkpoint_dtype)},
         "steps": steps,
@@ -232,6 +233,7 @@ def _lines(result: dict[str, Any], commands: dict[str, str]) -> list[RenderableT
     lines: list[RenderableType] = [
         f"{sizes['layers']} layers of {sizes['heads']} heads x {sizes['head_dim']}, {sizes['batch']} rows, "
         f"{sizes['accepted']} of {sizes['spec_query_len']} tokens accepted, {result['backend']} on {result['device']}",
+        f"backend: {result['backend_reason']}",
         f"commit: {result['commit']}",
         f"{result['us_per_step']:,.1f} us a step, mean of {result['steps']} replays in a row",
     ]
