@@ -124,7 +124,8 @@ MUTANTS = (
         "    block = block_v(value_dim)\n    graphrt_verify_kernel",
         "    block = block_v(value_dim)\n    graphrt_verify_key_gate_kernel[(batch, num_heads)](\n"
         "        k, raw_g, records.key_gate, rows.query_start_loc, rows.state_indices, record_rows, errors, **sizes,\n"
-        "        k_stride=k.stride(1), g_stride=raw_g.stride(1), key_gate_stride=records.key_gate.stride(0), **static,\n"
+        "        k_stride=k.stride(1), g_stride=raw_g.stride(1),\n"
+        "        key_gate_stride=records.key_gate.stride(0), **static,\n"
         "        num_warps=4, **NO_CONTRACTION,\n    )\n    graphrt_verify_kernel",
         VERIFY,
         TRITON,
