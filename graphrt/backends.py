@@ -13,6 +13,7 @@ from torch import Tensor
 from .checks import fail
 from .kernels.fused import composed
 from .sentinels import FP32_DEFERRED
+from .wheels import mixed_wheels
 
 log = logging.getLogger("graphrt")
 
@@ -148,8 +149,16 @@ def _cute_support(facts: Facts) -> Support:
         commit = importlib.import_module(".kernels.cute.commit", "graphrt")
     except ImportError as error:
         return Support(False, f"CuTe DSL cannot be imported ({error}): pip install 'graphrt[cute]'")
+    mix = _mixed_wheels()
+    if mix:
+        return Support(False, f"the CuTe DSL installation is mixed up: {mix}")
     support: Support = commit.support_of(facts)
     return support
+
+
+@cache
+def _mixed_wheels() -> str:
+    return mixed_wheels()
 
 
 _choices: dict[tuple[str, Facts], Choice] = {}

@@ -84,7 +84,7 @@ def test_a_deferred_align_trace_has_the_bits_of_an_eager_one(backend_device, poo
 @pytest.mark.parametrize("conv_dim", [20, 3])
 def test_a_request_has_the_same_bits_in_any_company(backend_device, lower_bound, conv_dim):
     """Alone or among others, in the first or the last row, with or without a tail: same outputs, records and
-    state, also where the channels of a row fill no whole vector.
+    state, also where the channels of a row fill no whole vector (B85).
     """
     shape = backend_device.shape(layers=1, heads=1, rows=8, slots=10, lower_bound=lower_bound, conv_dim=conv_dim)
     pool = Pool(backend_device, shape)

@@ -242,3 +242,16 @@ def test_what_is_made_in_inference_mode_works_outside_of_it():
     assert slots.admit("late") == 1
     made = (slots.pending, slots.generation, records.correction, records.key_gate)
     assert not any(tensor.is_inference() for tensor in made)
+
+
+@pytest.mark.parametrize("shape", [(12, 2, 32, 16), (12, 2, 16, 32), (12, 1, 16, 16), (12, 4, 16, 16)], ids=str)
+def test_head_counts_and_dimensions_of_their_own_are_refused(shape):
+    """A value dimension unlike the key dimension, or another number of heads than the records and gates have, raises
+    before anything runs, in `create` and in a verify (B79).
+    """
+    pool, checkpoint = Pool(CPU, CPU.shape(layers=1)), torch.zeros(shape)
+    pool.layers[0].kv_cache = (pool.layers[0].kv_cache[0], checkpoint)
+    with pytest.raises(ValueError, match=r"kv_cache\[1\]"):
+        KDADeferredCommitContext.create(pool.layers, spec_query_len=4, max_num_reqs=6, backend="torch")
+    with pytest.raises(ValueError, match=r"^(checkpoint_state|q|records\.correction)"):
+        core_verify(Batch(pool, [Row(1, 0, 4)]), 0, deferred=True)

@@ -83,7 +83,7 @@ def test_the_output_takes_the_dtype_of_v_or_of_the_given_tensor(backend_device):
 @pytest.mark.parametrize("pool_dtype", SIXTEEN_BIT, ids=str)
 @BOUNDS
 def test_a_16_bit_checkpoint_is_rounded_once_per_fold(backend_device, pool_dtype, lower_bound):
-    """Four tokens folded at once into a 16-bit state round every element once, from the stored state."""
+    """Four tokens folded at once into a 16-bit state round every element once, from the stored state (B83)."""
     pool, truths = one_request(backend_device, pool=pool_dtype, lower_bound=lower_bound)
     batch = Batch(pool, [Row(2, 1, 4)])
     core_verify(batch, 0, deferred=True)
@@ -111,7 +111,7 @@ def test_the_window_reads_the_rounded_state(backend_device, pool_dtype):
 @BOUNDS
 def test_extreme_gates_stay_finite_and_exact(backend_device, log_decay, lower_bound):
     """Decays per token from e^-20 to almost one, in the replay and in the window, neither overflow nor lose
-    digits.
+    digits (B81).
     """
     if lower_bound is not None and log_decay < lower_bound:
         lower_bound = log_decay
@@ -164,7 +164,7 @@ def gated(pool, length):
 
 
 def test_total_decay_leaves_exactly_the_new_tokens(backend_device):
-    """When every decay underflows to zero, the state is the last token's contribution, and nothing is NaN."""
+    """When every decay underflows to zero, the state is the last token's contribution, and nothing is NaN (B81)."""
     pool, truths = one_request(backend_device, log_decay=-200.0, lower_bound=None)
     for accepted in (4, 3):
         run_step(Batch(pool, [Row(2, 1, 4)], tokens=[gated(pool, 4)]), truths, [accepted])
@@ -198,11 +198,12 @@ def test_the_epsilon_of_the_norm_is_inside_the_root(backend_device):
 
 @pytest.mark.parametrize("window", [1, 2, 4, 8])
 def test_the_size_of_the_windows_does_not_matter(backend_device, window):
-    """Sixteen accepted tokens in windows of 1, 2, 4 or 8 lead to the oracle's state."""
+    """64 accepted tokens in windows of 1, 2, 4 or 8 lead to the oracle's state (B83); 16 under the interpreter."""
     torch.manual_seed(0)
     pool, truths = one_request(backend_device, query_len=8)
-    whole = Tokens.random(pool.shape, 16, 0, pool.device)
-    for at in range(0, 16, window):
+    count = 16 if backend_device.interpreted else 64
+    whole = Tokens.random(pool.shape, count, 0, pool.device)
+    for at in range(0, count, window):
         tokens = Tokens(*(part[at : at + window] for part in vars(whole).values()))
         run_step(Batch(pool, [Row(2, 1, window)], tokens=[tokens]), truths, [window])
     drain(pool, [2], [1])

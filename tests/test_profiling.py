@@ -62,7 +62,7 @@ def make_context(rows=4):
 
 
 def test_without_a_tool_no_range_is_made():
-    """Nothing is attached to a test run, and the block is the same empty one each time."""
+    """Nothing is attached to a test run, and the block is the same empty one each time (B99)."""
     assert profiling.ranges is None
     assert profiling.annotated("replay", "a") is profiling.annotated("stage", "b", Work(3))
 
@@ -84,7 +84,7 @@ def test_launches_without_a_recording_have_ranges_with_their_numbers(domain):
 
 
 def test_a_capture_has_one_range_and_none_inside(domain):
-    """Ranges of captured launches would fire at the capture only; with warm-up 0 there is the capture's alone."""
+    """Ranges of captured launches would fire at the capture only; with warm-up 0 there is the capture's alone (B99)."""
     pool, context = make_context()
     batch = dummy_batch(pool, size=2)
     recording = record(lambda: deferred_step(context, pool, batch, backend="torch"), device="cpu", warmup=0, name="s")
@@ -204,7 +204,7 @@ def launched_kernels():
 
 
 def test_every_kernel_name_carries_its_phase():
-    """A node-level trace groups by name: `graphrt_<phase>_...`."""
+    """A node-level trace groups by name: `graphrt_<phase>_...` (B99)."""
     phases = {name: phase_of(name) for name in launched_kernels() if name.startswith("graphrt")}
     assert len(phases) >= 11 and None not in phases.values(), phases
     assert set(phases.values()) == {"stage", "verify", "commit", "flush", "fold"}

@@ -5,6 +5,8 @@ runs a short trace. On a GPU the real kernels run the long form; `tools/soak.py`
 """
 
 import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -73,6 +75,11 @@ class Life(RuleBasedStateMachine):
     def fork(self, data):
         self.service.fork(self.request(data), picker(data))
 
+    @rule()
+    def save_and_load(self):
+        with TemporaryDirectory() as folder:
+            self.service.save_and_load(Path(folder) / "state.safetensors")
+
     @rule(data=st.data())
     def idle(self, data):
         self.service.idle(picker(data))
@@ -91,8 +98,9 @@ def picker(data):
 
 
 def test_no_sequence_of_actions_parts_from_the_oracle():
-    """Admit, step in four ways, absent rows, eager rows, flush, drain, preempt, resume, fork, reuse, dummies, lazy
-    capture, hostile values: outputs, states, histories, pending and strangers' memory hold (B12, B20, B23, B33, B35).
+    """Admit, step in four ways, absent rows, eager rows, flush, drain, preempt, resume, fork, save and load, reuse,
+    dummies, lazy capture, late rows and hostile values: outputs, states, histories, pending and strangers' memory hold
+    (B12, B20, B23, B33, B35, B91).
     """
     run_state_machine_as_test(
         Life,

@@ -26,6 +26,20 @@ class Comparisons:
         error = (difference / (scale + 1e-30)).where(difference != 0, 0).max()
         self._notes.append((what, error, TOLERANCE[got.dtype]))
 
+    def near_rows(self, what: str, got: Tensor, want: Tensor, starts: Sequence[int], lengths: Sequence[int]) -> None:
+        """Outputs of the rows of a step, row by row and layer by layer.
+
+        Args:
+            got: [L, T, ...]. want: [L, B, Q, ...].
+            starts, lengths: [B]: first token of each row, and how many of its tokens count.
+        """
+        first, length = (torch.tensor(values, device=got.device) for values in (starts, lengths))
+        t = torch.arange(want.shape[2], device=got.device)
+        valid = (t < length[:, None]).view(1, *want.shape[1:3], *[1] * (want.ndim - 3))
+        mine = got[:, (first[:, None] + t).clamp(max=got.shape[1] - 1)]
+        mine, wanted = (torch.where(valid, part, 0) for part in (mine, want))
+        self.near(what, mine, wanted, range(2, want.ndim))
+
     def settle(self) -> None:
         """Read what was found so far. Waits for the device.
 

@@ -5,12 +5,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ..state import RequestState
+
 INT32_MAX = (1 << 31) - 1
 
 Pick = Callable[[int, int], int]
 """Choose an integer from low to high, both included: hypothesis draws it, or a random generator does."""
 
-FAULTS = ("slot", "row", "accepted", "query_len", "request")
+FAULTS = ("slot", "row", "accepted", "query_len", "request", "stale_generation")
 """Bad values that a step may get; each is counted under this name (`graphrt.ErrorKind`)."""
 
 
@@ -21,6 +23,7 @@ class Request:
     name: int
     row: int
     slot: int
+    generation: int
     pending: int = 0
 
 
@@ -29,7 +32,7 @@ class Parked:
     """A preempted request: what its slot held, and its truth."""
 
     name: int
-    states: list[tuple[Tensor, Tensor]]
+    state: RequestState
     truth: tuple[Tensor, Tensor]
 
 
@@ -44,6 +47,10 @@ class Counts:
     tokens: int = 0
     events: dict[str, int] = field(default_factory=dict)
     faults: dict[str, int] = field(default_factory=dict)
+
+    def inject(self, faults: Sequence[str]) -> None:
+        for fault in faults:
+            self.faults[fault] = self.faults.get(fault, 0) + 1
 
     def note(self, event: str) -> None:
         self.events[event] = self.events.get(event, 0) + 1
@@ -69,6 +76,10 @@ class Member:
     """Rejected drafts are NaN: the outputs of this window mean nothing."""
     stray: bool = False
     """Its request index leads nowhere."""
+    generation: int = 0
+    """Of its record row, as it was when the row was staged; 0 is not compared."""
+    late: bool = False
+    """Its record row has another owner by now: padding."""
 
     @property
     def later_length(self) -> int:
@@ -78,7 +89,7 @@ class Member:
     @property
     def unspecified(self) -> bool:
         """Whether outputs of this row may be anything: a dummy reads a checkpoint that others may be writing."""
-        return self.spoilt or (self.request is None and self.slot > 0)
+        return self.spoilt or (self.request is None and self.slot > 0 and not self.late)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +110,7 @@ def draw_members(pick: Pick, live: Sequence[Request], bounds: Bounds) -> list[Me
         length = pick(0, bounds.window)
         accepted = pick(0, length)
         member = Member(request.slot, request.row, length, request, accepted, accepted)
+        member.generation = request.generation
         member.next_length, member.eager, member.finished = pick(0, bounds.window), pick(0, 3) == 3, pick(0, 3) == 3
         member.spoilt = accepted < length and pick(0, 7) == 7
         members.append(member)
@@ -117,16 +129,17 @@ def _filler(pick: Pick, absent: Sequence[Request], bounds: Bounds) -> Member:
     return Member(pick(1, bounds.num_slots - 1), -1, length)
 
 
-def inject(fault: str, members: list[Member], pick: Pick, bounds: Bounds) -> bool:
+def inject(fault: str, members: list[Member], live: Sequence[Request], pick: Pick, bounds: Bounds) -> bool:
     """Put a bad value into a step; False where it finds no place.
 
     The row that gets a bad count, offset or request index is live, and `accepted` is what must come of it. A bad slot
     or record row gets a row of its own.
     """
-    if fault in ("slot", "row"):
+    if fault in ("slot", "row", "stale_generation"):
         if len(members) == bounds.max_rows:
             return False
-        members.insert(pick(0, len(members)), _bad_row(fault, pick, bounds))
+        bad = _late_row(live, pick, bounds) if fault == "stale_generation" else _bad_row(fault, pick, bounds)
+        members.insert(pick(0, len(members)), bad)
         return True
     honest = [m for m in members if m.request is not None and m.given == m.accepted and not m.stray]
     if not honest:
@@ -146,9 +159,29 @@ def inject(fault: str, members: list[Member], pick: Pick, bounds: Bounds) -> boo
     return True
 
 
+def _late_row(live: Sequence[Request], pick: Pick, bounds: Bounds) -> Member:
+    """The slot and record row of somebody, staged for an owner whom that row does not have."""
+    owner, length = live[pick(0, len(live) - 1)], pick(0, bounds.window)
+    late = Member(owner.slot, owner.row, length, given=length, next_length=length, eager=bool(pick(0, 1)))
+    late.generation, late.late = owner.generation - 1 or owner.generation + 2, True
+    return late
+
+
 def _bad_row(fault: str, pick: Pick, bounds: Bounds) -> Member:
     far, length = (1, 1 << 20, INT32_MAX)[pick(0, 2)], pick(0, bounds.window)
     if fault == "slot":
         return Member(min(bounds.num_slots - 1 + far, INT32_MAX), -1, length)
     row = min(bounds.num_rows - 1 + far, INT32_MAX) if pick(0, 1) else -1 - far
     return Member(pick(1, bounds.num_slots - 1), row, length)
+
+
+def zero_tokens(
+    members: Sequence[Member], lengths: Sequence[int], begins: Sequence[int], end: int, window: int
+) -> list[bool]:
+    """Which of the first `end` tokens belong to no live row, or lie behind Q in one: their outputs are zero."""
+    zero = [True] * end
+    for m, length, begin in zip(members, lengths, begins, strict=True):
+        if m.request is not None or m.unspecified:
+            span = min(length, window)
+            zero[begin : begin + span] = [False] * span
+    return zero

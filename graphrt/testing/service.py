@@ -12,7 +12,9 @@ Among the live rows stand padding, dummies, null slots and hostile values (`memb
 histories and pending counts are compared with the truth; memory that belongs to nobody is NaN, and stays so.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ from ..slots import RecordSlots
 from ..steps import Staged
 from .batches import verify_layers
 from .comparisons import Comparisons
-from .members import FAULTS, Bounds, Counts, Member, Parked, Pick, Request, draw_members, inject
+from .members import FAULTS, Bounds, Counts, Member, Parked, Pick, Request, draw_members, inject, zero_tokens
 from .pools import Pool
 from .truths import NAN, Tokens, Truths
 
@@ -56,7 +58,7 @@ class Service:
             pool.layers, spec_query_len=self.window, max_num_reqs=rows, backend=backend
         )
         self.slots = RecordSlots(rows, device)
-        self.inputs = StepInputs(max_rows, self.window, device)
+        self.inputs = StepInputs(max_rows, self.window, device, ledger=self.slots)
         self.tokens = Tokens.allocate(pool, max_rows * self.window)
         self.out, self.conv = torch.empty_like(self.tokens.v), torch.empty_like(self.tokens.x)
         # Accepted count, next length and whether it is finished, of each row: what the recorded sampling reads.
@@ -81,10 +83,10 @@ class Service:
 
     def admit(self, pick: Pick) -> bool:
         """A prefill puts a new request into a free slot; False where there is no room."""
-        if not self.free or not self.slots.num_free:
+        if not self._has_room():
             return False
         self.names += 1
-        request = self._place(self.names, pick)
+        request = self._place(self.names, self.slots.admit, pick)
         self.pool.fill(request.slot, request.name)
         for layer, (conv_state, checkpoint) in enumerate(layer.kv_cache for layer in self.pool.layers):
             self.truths.state[request.row, layer] = checkpoint[request.slot]
@@ -99,7 +101,8 @@ class Service:
 
     def abort(self, request: Request, event: str = "abort") -> None:
         """Let a request go as it is; nobody may read its slot from now on."""
-        self.slots.release(request.name)
+        if event != "preempt":
+            self.slots.release(request.name)
         for conv_state, checkpoint in (layer.kv_cache for layer in self.pool.layers):
             conv_state[request.slot] = checkpoint[request.slot] = NAN
         self.live.remove(request)
@@ -107,29 +110,49 @@ class Service:
         self.counts.note(event)
 
     def preempt(self, request: Request) -> None:
-        """Drain a request and take its state away; `resume` brings it back in another slot and row."""
-        self.drain([request])
-        self.parked.append(self._copy(request))
+        """Take a request's whole state away; `resume` brings it back in another slot and row."""
+        state = self.context.read_state(request.slot, request.row, self.slots.pending)
+        request.pending = 0
+        self._check_state(request)
+        truth = self.truths.state[request.row].clone(), self.truths.history[request.row].clone()
+        self.parked.append(Parked(request.name, state, truth))
+        self.slots.preempt(request.name)
         self.abort(request, "preempt")
 
     def resume(self, pick: Pick) -> bool:
         """Bring a preempted request back; False if there is none, or no room."""
-        if not self.parked or not self.free or not self.slots.num_free:
+        if not self.parked or not self._has_room():
             return False
-        self._restore(self.parked.pop(pick(0, len(self.parked) - 1)), pick)
+        parked = self.parked.pop(pick(0, len(self.parked) - 1))
+        request = self._place(parked.name, self.slots.resume, pick)
+        self.context.write_state(request.slot, parked.state, request.row, self.slots.pending)
+        self.truths.state[request.row], self.truths.history[request.row] = parked.truth
         self.counts.note("resume")
         return True
 
     def fork(self, request: Request, pick: Pick) -> bool:
-        """A second request goes on from the drained state of one; False where there is no room."""
-        if not self.free or not self.slots.num_free:
+        """A second request goes on from the state of one; False where there is no room."""
+        if not self._has_room():
             return False
-        self.drain([request])
-        copy = self._copy(request)
         self.names += 1
-        self._restore(Parked(self.names, copy.states, copy.truth), pick)
+        copy = self._place(self.names, self.slots.admit, pick)
+        self.context.copy_state(request.slot, copy.slot, request.row, self.slots.pending, copy.row)
+        request.pending = 0
+        for truth in (self.truths.state, self.truths.history):
+            truth[copy.row] = truth[request.row]
         self.counts.note("fork")
         return True
+
+    def save_and_load(self, path: Path) -> None:
+        """Write everything to a file, lose it, and read it back; what is pending stays pending."""
+        graphrt.save_state(path, self.context, self.slots)
+        for layer in self.pool.layers:
+            records = layer.recoverssm_records
+            for part in (*layer.kv_cache, records.correction, records.key_gate):
+                part.fill_(NAN)
+        self.slots.reset()
+        graphrt.load_state(path, self.context, self.slots)
+        self.counts.note("save and load")
 
     def drain(self, requests: Sequence[Request]) -> None:
         """Fold what these requests have pending; their states can then be compared."""
@@ -148,23 +171,14 @@ class Service:
                 self.finish(request)
             self.resume(pick)
 
-    def _place(self, name: int, pick: Pick) -> Request:
-        request = Request(name, self.slots.admit(name), self.free.pop(pick(0, len(self.free) - 1)))
+    def _has_room(self) -> bool:
+        return bool(self.free and self.slots.num_free)
+
+    def _place(self, name: int, take: Callable[[int], int], pick: Pick) -> Request:
+        row, slot = take(name), self.free.pop(pick(0, len(self.free) - 1))
+        request = Request(name, row, slot, self.slots.generations([name])[0])
         self.live.append(request)
         return request
-
-    def _copy(self, request: Request) -> Parked:
-        caches = [layer.kv_cache for layer in self.pool.layers]
-        states = [(conv[request.slot].clone(), checkpoint[request.slot].clone()) for conv, checkpoint in caches]
-        truth = self.truths.state[request.row].clone(), self.truths.history[request.row].clone()
-        return Parked(request.name, states, truth)
-
-    def _restore(self, parked: Parked, pick: Pick) -> None:
-        request = self._place(parked.name, pick)
-        for layer, (conv_state, checkpoint) in zip(self.pool.layers, parked.states, strict=True):
-            layer.kv_cache[0][request.slot, :, : self.pool.hist] = conv_state[:, : self.pool.hist]
-            layer.kv_cache[1][request.slot] = checkpoint
-        self.truths.state[request.row], self.truths.history[request.row] = parked.truth
 
     # Recordings.
 
@@ -208,6 +222,9 @@ class Service:
             self.idle(pick)
         elif kind == 8:
             self.capture([pick(1, self.max_rows)], dcp=bool(pick(0, 1)))
+        elif kind == 9 and pick(0, 3) == 3:
+            with TemporaryDirectory() as folder:
+                self.save_and_load(Path(folder) / "state.safetensors")
         else:
             self.step(pick, faults=[FAULTS[pick(0, len(FAULTS) - 1)]] if pick(0, 3) == 3 else [])
 
@@ -225,9 +242,8 @@ class Service:
         driver = DRIVERS[pick(0, len(DRIVERS) - 1)] if driver is None else driver
         members = draw_members(pick, self.live, self.bounds)
         wanted = [fault for fault in faults if (fault, driver) not in DEAF]
-        done = [fault for fault in wanted if inject(fault, members, pick, self.bounds)]
-        for fault in done:
-            self.counts.faults[fault] = self.counts.faults.get(fault, 0) + 1
+        done = [fault for fault in wanted if inject(fault, members, self.live, pick, self.bounds)]
+        self.counts.inject(done)
         repeats = pick(1, 3) if driver == "replay" and not done else 1
         if repeats > 1:
             for member in members:
@@ -260,6 +276,7 @@ class Service:
             num_accepted_tokens=[m.given for m in reversed(members)],
             eager=[m.eager for m in members],
             request_indices=requests,
+            generation=[m.generation for m in members],
         )
         empty = [0] * (self.max_rows - count)
         values: list[list[int]] = [
@@ -330,27 +347,14 @@ class Service:
         where = f"step {self.counts.steps + repeats} ({driver})"
         known = [0 if members[b].spoilt else n for b, n in zip(here, windows, strict=True)]
         if here:
-            self._near(f"{where}: outputs", self.out, out, starts, known)
-            self._near(f"{where}: convolutions", self.conv, conv, starts, known)
+            self.comparisons.near_rows(f"{where}: outputs", self.out, out, starts, known)
+            self.comparisons.near_rows(f"{where}: convolutions", self.conv, conv, starts, known)
         self._zeros(members, lengths, begins, size * self.window, where)
         self._check_pending(where)
 
-    def _near(self, what: str, got: Tensor, want: Tensor, starts: list[int], lengths: list[int]) -> None:
-        """Outputs of each row; got [L, T, ...], want [L, B, Q, ...]."""
-        first, length = (torch.tensor(values, device=got.device) for values in (starts, lengths))
-        t = torch.arange(self.window, device=got.device)
-        valid = (t < length[:, None]).view(1, -1, self.window, *[1] * (want.ndim - 3))
-        mine = got[:, (first[:, None] + t).clamp(max=got.shape[1] - 1)]
-        mine, wanted = (torch.where(valid, part, 0) for part in (mine, want))
-        self.comparisons.near(what, mine, wanted, range(2, want.ndim))
-
     def _zeros(self, members: Sequence[Member], lengths: list[int], begins: list[int], end: int, where: str) -> None:
         """Tokens of no live row are zero, up to the end of what the step writes; behind it nothing is written."""
-        zero = [True] * end
-        for m, length, begin in zip(members, lengths, begins, strict=True):
-            if m.request is not None or m.unspecified:
-                span = min(length, self.window)
-                zero[begin : begin + span] = [False] * span
+        zero = zero_tokens(members, lengths, begins, end, self.window)
         mask = torch.tensor(zero, device=self.pool.device)
         for name, part in (("outputs", self.out), ("convolutions", self.conv)):
             written = torch.where(mask.view(1, -1, *[1] * (part.ndim - 2)), part[:, :end], 0).ne(0)

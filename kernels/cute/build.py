@@ -6,6 +6,7 @@ capture would spoil it.
 """
 
 import ctypes
+import os
 import struct
 import threading
 
@@ -20,7 +21,10 @@ _OPTIONS = "--ptxas-options '--fmad=false'"
 
 
 def target(device: torch.device | None) -> str:
-    """Architecture to compile for: that of the device, with its specific features."""
+    """Architecture to compile for: that of the device, with its specific features, or what CUTE_DSL_ARCH says."""
+    chosen = os.environ.get("CUTE_DSL_ARCH")
+    if chosen:
+        return chosen
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}a"
 

@@ -1,11 +1,13 @@
 """Host side of the FP32 fold: what it supports, its variants, and its launch. The kernel is fold.py."""
 
+import cutlass
 import torch
 from cutlass import Float32, Int32, Int64
+from cutlass.base_dsl.enums import Arch
 from torch import Tensor
 
 from ...backends import Facts, Support
-from .build import DTYPES, Kernels, sm_count
+from .build import DTYPES, Kernels, sm_count, target
 from .fold import FoldF32
 from .tile import MAX_Q, K
 
@@ -44,6 +46,9 @@ def support_of(facts: Facts) -> Support:
     capability = torch.cuda.get_device_capability(facts.device)
     if capability < (9, 0):
         return Support(False, f"the CuTe DSL kernels need compute capability 9.0, {facts.device} has {capability}")
+    arch = target(facts.device)
+    if arch not in Arch.__members__:
+        return Support(False, f"this CuTe DSL ({cutlass.__version__}) does not know {arch}, that of {facts.device}")
     if not facts.aligned:
         return Support(False, "the CuTe DSL kernels take slots and record rows on 16 bytes")
     return Support(True, f"the FP32 CuTe DSL kernels run on {facts.device}")

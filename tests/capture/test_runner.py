@@ -388,7 +388,7 @@ def test_checked_mode_reads_what_was_staged(device, monkeypatch):
 
 
 def test_memory_is_reported_by_graph_and_in_total(device):
-    """Commit, flush and drain allocate nothing in a graph; the forecast agrees."""
+    """Commit, flush and drain allocate nothing in a graph; the forecast agrees (B97)."""
     runner = make(Engine(device), [1, 4])
     runner.capture(progress=False)
     memory = runner.memory()
