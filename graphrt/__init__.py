@@ -4,6 +4,7 @@ from .align import align_eager_mask, align_state_indices
 from .context import KDADeferredCommitContext, KDARecoverSSMCommitContext, KDARecoverSSMDeferred
 from .errors import ErrorKind, ErrorReport, error_counter, error_counts, error_report, reset_errors
 from .fused import FusedConv
+from .launch import programmatic_launches
 from .layers import KDALayer
 from .persist import load_state, save_state, weights_fingerprint
 from .records import KDARecoverSSMRecords, allocate_records
@@ -41,6 +42,7 @@ __all__ = [
     "kda_deferred_verify",
     "kda_recoverssm_verify",
     "load_state",
+    "programmatic_launches",
     "reset_errors",
     "save_state",
     "weights_fingerprint",

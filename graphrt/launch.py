@@ -53,3 +53,26 @@ def record_into(recorder: Recorder) -> Iterator[None]:
         yield
     finally:
         _recorder.reset(token)
+
+
+_programmatic: ContextVar[bool] = ContextVar("graphrt_programmatic", default=True)
+
+
+@contextmanager
+def programmatic_launches(enabled: bool = True) -> Iterator[None]:
+    """Whether verifies inside the block are launched programmatically (PDL) where their kernels can be: the default.
+
+    A verify is then launched while its predecessor still runs, and in a captured graph it reads its checkpoint and
+    replays its records before the predecessor has ended where that is safe. The bits are the same either way. A
+    recording keeps what was set when it was made. Only `fp32_deferred` has such kernels.
+    """
+    token = _programmatic.set(enabled)
+    try:
+        yield
+    finally:
+        _programmatic.reset(token)
+
+
+def is_programmatic() -> bool:
+    """What `programmatic_launches` says here."""
+    return _programmatic.get()

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from graphrt import KDADeferredCommitContext, KDALayer, KDARecoverSSMRecords, error_counter
+from graphrt import KDADeferredCommitContext, KDALayer, KDARecoverSSMRecords, error_counter, programmatic_launches
 from graphrt.kernels.conv import conv_verify
 from graphrt.kernels.cute import commit, deferred
 from graphrt.steps import Convolution, Rows
@@ -97,5 +97,5 @@ class Model:
         self.commit(deferred_step)
 
     def plain_step(self):
-        with deferred.programmatic_launches(False):
+        with programmatic_launches(False):
             self.step(True)

@@ -3,8 +3,6 @@
 import logging
 import time
 from collections.abc import Callable
-from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache
 from itertools import product
 
@@ -13,6 +11,7 @@ from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
 from ...backends import Support
+from ...launch import is_programmatic
 from ...steps import Convolution
 from ..fused import composed
 from ..verify import verify as triton_verify
@@ -22,8 +21,6 @@ from .commit import compile_commit_f32
 from .verify import VerifyF32
 
 log = logging.getLogger("graphrt")
-
-_programmatic: ContextVar[bool] = ContextVar("graphrt_programmatic", default=True)
 
 
 def _longs(count):
@@ -59,20 +56,6 @@ def compile_variants(stack) -> None:
     if compiled:
         # A warning, so that it is seen without a handler: `create` took that long.
         log.warning("graphrt: %d CuTe DSL kernels compiled in %.1f s", compiled, time.perf_counter() - start)
-
-
-@contextmanager
-def programmatic_launches(enabled: bool = True):
-    """Whether verifies inside the block are launched programmatically (PDL), which is the default.
-
-    With it a verify is launched while its predecessor still runs, and inside a captured graph it reads its state and
-    replays its records before the predecessor has ended where that is safe (order.py decides). The bits are the same.
-    """
-    token = _programmatic.set(enabled)
-    try:
-        yield
-    finally:
-        _programmatic.reset(token)
 
 
 def activations_supported(
@@ -156,14 +139,14 @@ def deferred_verify_f32(
     Args:
         errors: [2 * kinds] int32 device error counter.
         conv: q, k and v are raw, and this convolution is run on them first (`conv_supported`).
-        programmatic: as `programmatic_launches`, whose setting None takes.
+        programmatic: as `graphrt.programmatic_launches`, whose setting None takes.
         early: read before the wait; None leaves it to order.py. For tests: True is a promise that it is safe.
         split: 1 or 2 blocks on a head; None decides by the amount of work. The bits are the same.
     """
     batch, tokens, heads = state_indices.shape[0], q.shape[1], q.shape[2]
     if batch == 0 and tokens == 0:
         return
-    programmatic = _programmatic.get() if programmatic is None else programmatic
+    programmatic = is_programmatic() if programmatic is None else programmatic
     device = checkpoint_state.device
     items, blocks = batch * heads, sm_count(device)
     if split is None:
@@ -178,10 +161,11 @@ def deferred_verify_f32(
     layer = (checkpoint_state, records.correction, records.key_gate)
     indices = (state_indices, record_rows, query_start_loc, pending)
     note = None
-    if programmatic and early is None and torch.cuda.is_current_stream_capturing():
+    if programmatic and torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(device).cuda_stream
         note = (stream, touched(sized, layer, indices, (A_log, dt_bias), conv))
-        early = order.may_start_early(*note)
+        programmatic = order.has_one_predecessor(stream)
+        early = order.may_start_early(*note) if early is None else early
     conv_values = (0,) * 6
     if conv is not None:
         strides = (x * k.element_size() for x in conv.state.stride())

@@ -1,6 +1,7 @@
 """Programmatic dependent launch on the device: hostile orders, many replays, the edges of a captured step."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import fp32_steps as steps
 import pytest
@@ -9,7 +10,9 @@ import triton
 import triton.language as tl
 from fp32_steps import int32
 
+from graphrt import programmatic_launches
 from graphrt.errors import NUM_KINDS
+from graphrt.steps import Convolution
 
 pytestmark = [pytest.mark.gpu, pytest.mark.sm90]
 
@@ -41,7 +44,15 @@ def deferred():
 class Step:
     """Static tensors of a step over a few layers, and two plans that have nothing in common."""
 
-    def __init__(self, batch=3):
+    def __init__(self, batch=3, conv=False):
+        dim = 3 * HEADS * steps.K
+        self.convs = [
+            Convolution(
+                torch.randn(2 * batch + 1, dim, Q + 3, device="cuda").bfloat16(),
+                torch.randn(dim, 4, device="cuda").bfloat16(), None, True,
+            )
+            for _ in range(LAYERS * conv)
+        ]  # fmt: skip
         self.cases = [steps.make_case(2 * batch + 1, 2 * batch, HEADS, Q) for _ in range(LAYERS)]
         self.tokens = [steps.make_tokens(Q * batch, HEADS) for _ in range(LAYERS)]
         self.errors = torch.zeros(2 * NUM_KINDS, dtype=torch.int32, device="cuda")
@@ -58,6 +69,7 @@ class Step:
         other = object.__new__(Step)
         other.__dict__ |= self.__dict__
         other.cases = [case.clone() for case in self.cases]
+        other.convs = [replace(conv, state=conv.state.clone()) for conv in self.convs]
         other.staged, other.plan = torch.empty_like(self.staged), torch.empty_like(self.plan)
         batch = self.slots.shape[0]
         other.slots, other.rows, other.pending = (
@@ -69,6 +81,8 @@ class Step:
 
     def verify(self, deferred, layer, **kw):
         t, case = self.tokens[layer], self.cases[layer]
+        if self.convs:
+            kw["conv"] = self.convs[layer]
         deferred.deferred_verify_f32(
             t.q, t.k, t.v, t.raw_g, t.raw_beta, case.a_log, case.dt_bias, steps.LOWER_BOUND, case.state, case.records,
             self.loc, self.slots, Q, t.out, self.errors, record_rows=self.rows, pending=self.pending, **kw,
@@ -80,7 +94,7 @@ class Step:
 
     def results(self):
         """All that the step may change."""
-        outputs = [t.out for t in self.tokens]
+        outputs = [t.out for t in self.tokens] + [conv.state for conv in self.convs]
         return [x.clone() for case in self.cases for x in (case.state, case.correction, case.key_gate)] + outputs
 
 
@@ -94,7 +108,7 @@ def capture(run):
 
 def replay(step, deferred, run, replays, programmatic):
     """Capture `run(step)` and replay it with the two plans in turn; what is left then."""
-    switch = nullcontext() if programmatic else deferred.programmatic_launches(False)
+    switch = nullcontext() if programmatic else programmatic_launches(False)
     with switch:
         warm = step.clone()
         warm.staged.copy_(step.plans[0])
@@ -109,9 +123,9 @@ def replay(step, deferred, run, replays, programmatic):
     return [x.clone() for x in step.results()]
 
 
-def assert_same_with_and_without(deferred, run, replays, batch=3):
+def assert_same_with_and_without(deferred, run, replays, batch=3, conv=False):
     """The bytes of `replays` replays do not depend on the attribute."""
-    step = Step(batch)
+    step = Step(batch, conv)
     plain, chained = step.clone(), step.clone()
     want = replay(plain, deferred, run, replays, False)
     got = replay(chained, deferred, run, replays, True)
@@ -119,8 +133,9 @@ def assert_same_with_and_without(deferred, run, replays, batch=3):
         assert torch.equal(a, b), i
 
 
+@pytest.mark.parametrize("conv", [False, True], ids=["plain", "with convolution"])
 @pytest.mark.parametrize("trigger", [False, True], ids=["silent", "releases at once"])
-def test_a_slow_producer_right_before_is_waited_for(deferred, trigger):
+def test_a_slow_producer_right_before_is_waited_for(deferred, trigger, conv):
     """B58: slots, rows and pending are written by the launch just before, late; two plans in turn, 1000 replays."""
 
     def run(step):
@@ -128,7 +143,7 @@ def test_a_slow_producer_right_before_is_waited_for(deferred, trigger):
         for layer in range(LAYERS):
             step.verify(deferred, layer)
 
-    assert_same_with_and_without(deferred, run, 1000)
+    assert_same_with_and_without(deferred, run, 1000, conv=conv)
 
 
 def test_a_verify_that_reads_too_early_would_be_seen(deferred):
@@ -152,8 +167,9 @@ def test_a_verify_that_reads_too_early_would_be_seen(deferred):
     assert not torch.equal(*results)
 
 
+@pytest.mark.parametrize("conv", [False, True], ids=["plain", "with convolution"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_same_layer_twice_without_a_commit_is_ordered(deferred, batch):
+def test_the_same_layer_twice_without_a_commit_is_ordered(deferred, batch, conv):
     """Every verify replays what the one before wrote: records, and the checkpoint it folded into."""
 
     def run(step):
@@ -161,7 +177,7 @@ def test_the_same_layer_twice_without_a_commit_is_ordered(deferred, batch):
         for layer in (0, 0, 1, 0, 1, 1):
             step.verify(deferred, layer)
 
-    assert_same_with_and_without(deferred, run, 100, batch)
+    assert_same_with_and_without(deferred, run, 100, batch, conv)
 
 
 def test_a_checkpoint_copied_in_just_before_is_seen(deferred):
@@ -175,6 +191,22 @@ def test_a_checkpoint_copied_in_just_before_is_seen(deferred):
         step.pending.add_(1).clamp_(max=Q)
         step.verify(deferred, 2)
         step.verify(deferred, 3)
+
+    assert_same_with_and_without(deferred, run, 200)
+
+
+def test_a_verify_behind_a_join_waits_for_both_streams(deferred):
+    """Its plan comes late from another stream; the layer before it ends on its own."""
+    side = torch.cuda.Stream()
+
+    def run(step):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step.produce(20_000, True)
+        step.tokens[0].out.add_(0)
+        torch.cuda.current_stream().wait_stream(side)
+        for layer in range(LAYERS):
+            step.verify(deferred, layer)
 
     assert_same_with_and_without(deferred, run, 200)
 
@@ -220,7 +252,7 @@ def test_every_programmatic_edge_ends_in_a_kernel_that_waits(deferred):
 
     edges = []
     for enabled in (True, False):
-        with deferred.programmatic_launches(enabled):
+        with programmatic_launches(enabled):
             recording = record(step, device="cuda", warmup=1)
         edges.append(recording.topology().programmatic())
         recording.close()
