@@ -161,10 +161,11 @@ def deferred_verify_f32(
     layer = (checkpoint_state, records.correction, records.key_gate)
     indices = (state_indices, record_rows, query_start_loc, pending)
     note = None
-    if programmatic and early is None and torch.cuda.is_current_stream_capturing():
+    if programmatic and torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(device).cuda_stream
         note = (stream, touched(sized, layer, indices, (A_log, dt_bias), conv))
-        early = order.may_start_early(*note)
+        programmatic = order.has_one_predecessor(stream)
+        early = order.may_start_early(*note) if early is None else early
     conv_values = (0,) * 6
     if conv is not None:
         strides = (x * k.element_size() for x in conv.state.stride())

@@ -1,12 +1,12 @@
 """Which verify may start reading before its predecessor has ended (programmatic dependent launch).
 
-Every verify is launched with the attribute and lets its successors start after its own wait, so what it reads before
-that wait must be complete by then. Reading early is right in one case only, and known for certain only while a graph
-is captured: the one launch this verify depends on is another verify of ours, which touches nothing that this one
-reads or writes early. That predecessor has waited for everything before it before it let anybody start, so whatever
-this verify reads early was written at least two launches ago. In all other cases (a user's kernel, staging, a commit,
-a flush or a copy just before, the same layer twice, eager launches, whose predecessor nobody knows) the kernel waits
-before its first read, and only its launch overlaps.
+Every verify is launched with the attribute (in a capture, unless several nodes or none lead to it) and lets its
+successors start after its own wait, so what it reads before that wait must be complete by then. Reading early is right
+in one case only, and known for certain only while a graph is captured: the one launch this verify depends on is another
+verify of ours, which touches nothing that this one reads or writes early. That predecessor has waited for everything
+before it before it let anybody start, so whatever this verify reads early was written at least two launches ago. In all
+other cases (a user's kernel, staging, a commit, a flush or a copy just before, the same layer twice, eager launches,
+whose predecessor nobody knows) the kernel waits before its first read, and only its launch overlaps.
 """
 
 import ctypes
@@ -74,6 +74,11 @@ class Position(NamedTuple):
 
 
 _last: tuple[Position, Touched] | None = None
+
+
+def has_one_predecessor(stream: int) -> bool:
+    """Whether the next launch on the capturing `stream` may have the attribute: not behind a join of streams."""
+    return position(stream) is not None
 
 
 def may_start_early(stream: int, touched: Touched) -> bool:

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,6 +77,30 @@ def test_only_a_known_sole_predecessor_allows_early_reads(monkeypatch):
     order.launched(1, mine)
     monkeypatch.setattr(order, "position", lambda stream: here)
     assert not order.may_start_early(1, mine), "the last launch was outside a capture"
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["one predecessor", "a join, or none"])
+def test_behind_a_join_a_verify_is_launched_plainly(monkeypatch, known):
+    """In a capture the attribute needs exactly one predecessor; without it nothing is read early either."""
+    deferred = pytest.importorskip("graphrt.kernels.cute.deferred")
+    launched = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1))
+    monkeypatch.setattr(order, "position", lambda stream: Position(7, 1234) if known else None)
+    monkeypatch.setattr(order, "_last", None)
+    monkeypatch.setattr(deferred, "sm_count", lambda device: 132)
+    monkeypatch.setattr(deferred.KERNELS, "launch", lambda facts, device, *values: launched.append(values))
+    token, one = torch.zeros(1, 1, 2, 128, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
+    for row in (0, 1):
+        records = SimpleNamespace(correction=torch.zeros(2, 2, 4, 128)[1:], key_gate=torch.zeros(2, 2, 4, 256)[1:])
+        deferred.deferred_verify_f32(
+            token, token, token, token, token[..., 0], torch.zeros(2), torch.zeros(256), -5.0,
+            torch.zeros(2, 2, 128, 128), records, one, one[:1], 4, torch.empty_like(token), one,
+            record_rows=one[row:], pending=one,
+        )  # fmt: skip
+    early, programmatic = ([values[at] for values in launched] for at in (-5, -2))
+    assert programmatic == [int(known)] * 2
+    assert early == [0, int(known)], "the second one follows another layer's verify"
 
 
 def test_below_hopper_nothing_is_launched_programmatically(monkeypatch):

@@ -195,6 +195,22 @@ def test_a_checkpoint_copied_in_just_before_is_seen(deferred):
     assert_same_with_and_without(deferred, run, 200)
 
 
+def test_a_verify_behind_a_join_waits_for_both_streams(deferred):
+    """Its plan comes late from another stream; the layer before it ends on its own."""
+    side = torch.cuda.Stream()
+
+    def run(step):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step.produce(20_000, True)
+        step.tokens[0].out.add_(0)
+        torch.cuda.current_stream().wait_stream(side)
+        for layer in range(LAYERS):
+            step.verify(deferred, layer)
+
+    assert_same_with_and_without(deferred, run, 200)
+
+
 def test_which_verifies_of_a_capture_read_early(deferred, monkeypatch):
     """Behind the producer and behind themselves they wait; behind another layer's verify they do not."""
     seen, ask = [], deferred.order.may_start_early
