@@ -251,6 +251,7 @@ def check_pytest(arguments):
     parser.add_argument("-q", action="store_true")
     parser.add_argument("-x", action="store_true")
     parser.add_argument("--fixtures", action="store_true")
+    parser.add_argument("--collect-only", action="store_true")
     parser.add_argument("paths", nargs="*")
     options, unknown = parser.parse_known_args(arguments)
     assert not unknown, f"unknown options {unknown}"
