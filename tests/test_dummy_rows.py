@@ -107,3 +107,26 @@ def test_conv_verify_alone_respects_the_scratch_row(backend_device, engine_layou
     before = Snapshot(pool)
     conv_verify(Batch(pool, [Row(1, -1, 4)]), 0, deferred=False)
     assert before.changed() == []
+
+
+@BOTH
+@pytest.mark.parametrize("dummy_first", [False, True], ids=["live first", "dummy first"])
+def test_a_dummy_on_the_slot_of_a_row_that_replays_leaves_its_fold(backend_device, deferred, dummy_first):
+    """Dummies of a context-parallel capture stand on slots of live rows: the live row's replay, records and count are
+    those that it has alone (B18).
+    """
+    backend_device.spare(dummy_first and not deferred)
+    pool = Pool(backend_device, backend_device.shape(layers=1))
+    truths = start(pool, {1: 2})
+    run_step(Batch(pool, [Row(2, 1, 4)]), truths, [3])
+    twin = pool.twin()
+    alone, dummies = Batch(pool, [Row(2, 1, 3)]), [Row(2, -1, 2), Row(2, -1, 0)]
+    rows = [*dummies, Row(2, 1, 3)] if dummy_first else [Row(2, 1, 3), *dummies]
+    crowd = Batch(twin, rows)
+    for mine, theirs in zip(vars(crowd.tokens[0]).values(), vars(alone.tokens[0]).values(), strict=True):
+        mine[crowd.span(2 if dummy_first else 0)] = theirs
+    for batch in (alone, crowd):
+        verify(batch, deferred=deferred)
+        commit(batch, [2 if row.row == 1 else 0 for row in batch.rows])
+    for name, mine in pool.tensors().items():
+        assert same_bytes(mine, twin.tensors()[name]), name

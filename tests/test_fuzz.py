@@ -10,10 +10,12 @@ from rig import Target
 import graphrt
 from graphrt import capture
 
+# Each dtype of each argument is a kernel to compile there.
+LONG = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
 BACKENDS = [
     pytest.param("torch-cpu"),
-    pytest.param("triton-cuda", marks=pytest.mark.gpu),
-    pytest.param("fp32_deferred-cuda", marks=[pytest.mark.gpu, pytest.mark.sm90]),
+    pytest.param("triton-cuda", marks=LONG),
+    pytest.param("fp32_deferred-cuda", marks=[*LONG, pytest.mark.sm90]),
 ]
 
 

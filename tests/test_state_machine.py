@@ -47,9 +47,10 @@ class Life(RuleBasedStateMachine):
         self.service.admit(picker(data))
 
     @LIVE
-    @rule(data=st.data(), driver=st.sampled_from(DRIVERS))
-    def step(self, data, driver):
-        self.service.step(picker(data), driver=driver)
+    @rule(data=st.data(), drivers=st.lists(st.sampled_from(DRIVERS), min_size=1, max_size=5))
+    def steps(self, data, drivers):
+        for driver in drivers:
+            self.service.step(picker(data), driver=driver)
 
     @LIVE
     @rule(data=st.data(), driver=st.sampled_from(DRIVERS), faults=st.lists(st.sampled_from(FAULTS), max_size=2))

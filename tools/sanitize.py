@@ -45,8 +45,8 @@ class Finding:
     warnings: int
     status: int
     seconds: float
-    tail: str
-    """The end of what it printed, where something is wrong."""
+    excerpt: str
+    """The first finding and the end of what it printed, where something is wrong."""
 
     @property
     def ok(self) -> bool:
@@ -70,6 +70,12 @@ def read_summary(text: str) -> tuple[int, int]:
     for found in re.finditer(r"RACECHECK SUMMARY: \d+ hazards? displayed \((\d+) errors?, (\d+) warnings?\)", text):
         errors, warnings = errors + int(found[1]), warnings + int(found[2])
     return errors, warnings
+
+
+def excerpt_of(text: str) -> str:
+    """The start of what the sanitizer itself said, which names the access, and the end of everything."""
+    said = [line for line in text.splitlines() if line.startswith("=========")]
+    return "\n".join([*said[:12], "...", text[-1500:]])
 
 
 def check(args: argparse.Namespace, tool: str, case: str) -> Finding:
@@ -102,8 +108,8 @@ def check(args: argparse.Namespace, tool: str, case: str) -> Finding:
         status = 0
     if status == 0 and f"ran: {case}\n" not in text:
         status = 1
-    tail = "" if errors == 0 and status == 0 else text[-2000:]
-    return Finding(case, tool, errors, warnings, status, time.monotonic() - begin, tail)
+    excerpt = "" if errors == 0 and status == 0 else excerpt_of(text)
+    return Finding(case, tool, errors, warnings, status, time.monotonic() - begin, excerpt)
 
 
 def check_all(args: argparse.Namespace, console: Console) -> list[Finding]:
@@ -152,7 +158,7 @@ def main() -> int:
     console.print(table)
     for finding in found:
         if not finding.ok:
-            print(f"--- {finding.tool}, {finding.case}: {finding.cell}\n{finding.tail}", file=sys.stderr)
+            print(f"--- {finding.tool}, {finding.case}: {finding.cell}\n{finding.excerpt}", file=sys.stderr)
     if args.json is not None:
         args.json.write_text(json.dumps([asdict(f) for f in found], indent=1) + "\n", encoding="utf-8")
     return 0 if found and all(finding.ok for finding in found) else 1

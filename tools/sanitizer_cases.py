@@ -124,7 +124,7 @@ def fold(device: torch.device, backend: str, align: bool, indexed: bool, **sizes
     run.compact_conv(stack, plan, slots, align)
     run.fold(stack, plan, slots, record_rows, align)
     if indexed and not align:
-        run.plan_flush(plan, slots, record_rows, pool.pending, True, stack.geometry, errors_of(pool))
+        run.plan_flush(plan, slots, record_rows, pool.pending, True, None, stack.geometry, errors_of(pool))
         run.compact_conv(stack, plan, slots, False)
         run.fold(stack, plan, slots, record_rows, False)
 

@@ -132,6 +132,8 @@ def test_a_block_of_host_values_stages_the_same(form):
         block.write(arguments["num_reqs"], checked)
         stage_header(staged, block.header, error_counter("cpu"))
         assert contents(staged) == expected(6, 3, arguments)
+        addresses = block.header[4::3].tolist()
+        assert all(address % 4 == 0 for name, address in zip(NAMES, addresses, strict=True) if name != "eager")
     with pytest.raises(ValueError, match=r"^record_rows: expected a tensor or a sequence of 32-bit ints, got list"):
         block.write(1, [(0, [1], PLAIN, 0, 1), (1, [2**31], PLAIN, 0, 1)])
 
@@ -172,6 +174,23 @@ def test_a_block_is_written_only_after_its_last_reader(monkeypatch, is_read):
     numbers = [i % NUM_BLOCKS for i in range(2 * NUM_BLOCKS + 1)]
     assert ring.log == [(verb, i) for i in numbers for verb in ("query", *waits, "write", "replay", "record")]
     assert ring._streams == {7: "stream of device 0"}
+
+
+@pytest.mark.parametrize("form", ["lists", "host tensors"])
+def test_a_block_says_how_many_requests_it_has(form):
+    """A request past the shortest of the values by request is out of range: it has none of them, and is counted."""
+    block, (_, staged) = PinnedBlock(6, pin=False), allocate_rows(6, 3, torch.device("cpu"))
+    values = dict.fromkeys(NAMES) | {
+        "state_indices": [4, 5], "record_rows": [0, 1], "request_indices": [2, 1], "num_accepted_tokens": [1, 2, 3],
+        "num_computed_tokens": [7, 8],
+    }  # fmt: skip
+    given = tuple(None if v is None else FORMS[form](name, v, "cpu") for name, v in values.items())
+    block.write(2, check_sources(given, 2, torch.device("cpu"), range(0)))
+    reset_errors("cpu")
+    stage_header(staged, block.header, error_counter("cpu"))
+    assert staged.num_accepted_tokens.tolist() == [0, 2, 0, 0, 0, 0]
+    assert staged.num_computed_tokens.tolist() == [0, 8, 0, 0, 0, 0]
+    assert error_counts("cpu")["request"] == 1
 
 
 def test_nothing_of_a_larger_batch_stays(device):
