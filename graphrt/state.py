@@ -99,7 +99,12 @@ class StateAccess:
         """Put a state that `read_state` gave, here or elsewhere, into a slot.
 
         Args:
+            slot: live state slot. state: of the same sizes and dtypes, on any device.
             row: record row of the request that owns the slot, or SCRATCH_ROW; what it had pending is dropped.
+            pending: [R] int32 (`RecordSlots.pending`).
+
+        Raises:
+            ValueError: naming the argument.
         """
         self._check_slot("slot", slot)
         check_kind("state", state, RequestState)

@@ -54,8 +54,10 @@ def documented_in_source(module, owner, name):
 
 
 def public_members(cls):
-    """Methods and properties that a class of ours defines in the open."""
-    for name, member in vars(cls).items():
+    """Methods and properties that a class of ours has in the open, those of its bases of ours included."""
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("graphrt")]
+    members = {name: member for base in reversed(bases) for name, member in vars(base).items()}
+    for name, member in members.items():
         function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if not name.startswith("_") and inspect.isfunction(function):
             yield name, function, isinstance(member, property)

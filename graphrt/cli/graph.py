@@ -130,7 +130,7 @@ def _parts(recording: "Recording", about: str, every: bool) -> list[RenderableTy
     counts = ", ".join(f"{count} {kind}" for kind, count in topology.counts().items())
     programmatic = len(topology.programmatic())
     line = (
-        f"{counts}; longest chain {topology.longest_chain}, at most {topology.num_branches} side by side, "
+        f"nodes: {counts}; longest chain {topology.longest_chain}, at most {topology.num_branches} side by side, "
         f"{programmatic} programmatic edges; {in_bytes(recording.pool_bytes)} of results in the pool"
     )
     return [table, line]
