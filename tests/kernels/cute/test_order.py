@@ -91,11 +91,16 @@ def test_behind_a_join_a_verify_is_launched_plainly(monkeypatch, known):
     monkeypatch.setattr(deferred, "sm_count", lambda device: 132)
     monkeypatch.setattr(deferred.KERNELS, "launch", lambda facts, device, *values: launched.append(values))
     token, one = torch.zeros(1, 1, 2, 128, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32)
-    for row in (0, 1):
-        records = SimpleNamespace(correction=torch.zeros(2, 2, 4, 128)[1:], key_gate=torch.zeros(2, 2, 4, 256)[1:])
+    # Alive side by side: memory of a layer that is gone may be the next one's.
+    layers = [
+        (torch.zeros(2, 2, 128, 128), torch.zeros(2, 2, 4, 128), torch.zeros(2, 2, 4, 256), torch.empty_like(token))
+        for _ in range(2)
+    ]
+    for row, (state, correction, key_gate, out) in enumerate(layers):
+        records = SimpleNamespace(correction=correction[1:], key_gate=key_gate[1:])
         deferred.deferred_verify_f32(
             token, token, token, token, token[..., 0], torch.zeros(2), torch.zeros(256), -5.0,
-            torch.zeros(2, 2, 128, 128), records, one, one[:1], 4, torch.empty_like(token), one,
+            state, records, one, one[:1], 4, out, one,
             record_rows=one[row:], pending=one,
         )  # fmt: skip
     early, programmatic = ([values[at] for values in launched] for at in (-5, -2))
