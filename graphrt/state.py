@@ -128,6 +128,7 @@ class StateAccess:
         Args:
             source, target: state slots.
             row: record row of the request in the source slot, or SCRATCH_ROW for a slot without an owner.
+            pending: [R] int32 (`RecordSlots.pending`).
             target_row: likewise of the target slot; what it had pending is dropped.
 
         Raises:
