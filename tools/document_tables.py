@@ -73,9 +73,10 @@ def errors_table() -> str:
     for path in sorted(RESULTS.glob("*/errors.json")):
         found = json.loads(path.read_text())
         for row in found["rows"]:
-            errors = [f"{row[name]:.1e}" for name in ("u", "out", "checkpoint", "checkpoint_64")]
-            rows.append((f"`{row['backend']}`", found["device"], row["data"], *errors))
-    return _table(("backend", "device", "data", "u", "outputs", "checkpoint", "checkpoint, 64 windows"), rows)
+            errors = [f"{row[name]:.1e}" for name in ("u", "checkpoint", "checkpoint_64")]
+            rows.append((f"`{row['backend']}`", found["device"], row["data"], *errors, f"{row['out']:.3f}"))
+    head = ("backend", "device", "data", "u", "checkpoint", "checkpoint, 64 windows", "BF16 outputs, roundings")
+    return _table(head, rows)
 
 
 def peers_steps(state: str, conv: bool, names: dict[str, str], tail: str = "") -> str:
