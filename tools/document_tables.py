@@ -7,6 +7,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`:
 
     support    backends by what `graphrt.backends.supports` answers for every value of every fact (needs CuTe DSL)
     figures    the step benchmark of tools/results/h200/step.json
+    host       the host's time for staging and a replay, tools/results/h200/host.json
     errors     every tools/results/*/errors.json, from tools/measure_errors.py
     tools      the first line of every tool's docstring
     peers_*    tools/results/h200/peers.csv, from tools/bench_peers.py, and peer_check_*.json, from tools/peer_check.py
@@ -59,6 +60,15 @@ def figures_table() -> str:
         times = [f"{row[name]:.0f}" for name in ("deferred", "eager", "fold", "floor")]
         rows.append((str(row["batch"]), *times, f"{row['deferred'] / row['floor']:.2f}"))
     return _table(("requests", "deferred step", "eager step", "fold alone", "floor", "deferred / floor"), rows)
+
+
+def host_table() -> str:
+    """Host microseconds of `stage` and a replay, by form of the metadata and rows; of a repeated run the last."""
+    lines = map(json.loads, (RESULTS / "h200" / "host.json").read_text().splitlines())
+    times = {(line["form"], line["rows"]): line["stage_us"] + line["replay_us"] for line in lines if "form" in line}
+    forms, sizes = ({key[i]: None for key in times} for i in (0, 1))
+    head = ("metadata as", *(f"{rows} row{'s' * (rows > 1)}" for rows in sizes))
+    return _table(head, [(form, *(f"{times[form, rows]:.0f}" for rows in sizes)) for form in forms])
 
 
 def tools_table() -> str:
@@ -168,7 +178,12 @@ PEERS_BF16 = {"vllm cute commit": "vllm, CuTe commit", "vllm triton commit": "vl
 ALONE = {"graphrt fp32_deferred eager": "`fp32_deferred` fold", "graphrt triton eager": "`triton` fold"}
 COUNTED = {"graphrt fp32_deferred deferred": "deferred: no fold"}
 
-TABLES = {"support": support_table, "figures": figures_table, "errors": errors_table, "tools": tools_table} | {
+TABLES = {
+    "support": support_table,
+    "figures": figures_table,
+    "host": host_table,
+    "errors": errors_table,
+    "tools": tools_table,
     "peers_fp32": lambda: peers_steps("float32", False, PEERS | OURS | {"fla state per token": "fla-core"}),
     "peers_conv": lambda: peers_steps("float32", True, PEERS | OURS),
     "peers_bf16": lambda: peers_steps("bfloat16", False, PEERS_BF16 | OURS_BF16),
