@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphrt import backends, profiling
+from graphrt import backends, checked, profiling
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.pinned import PinnedRing
 from graphrt.capture.recording import is_under_way
-from graphrt.capture.sources import NAMES, Source, as_tensor, check_sources
+from graphrt.capture.sources import NAMES, Checked, Source, as_tensor, check_sources
 from graphrt.capture.static import allocate_rows, cut_rows
 from graphrt.checks import check_count, check_device, check_flag, check_kind, fail
 from graphrt.errors import canonical, error_counter
@@ -143,7 +143,7 @@ class StepInputs:
 
         Raises:
             ValueError: naming the argument, before anything is launched; also for a tensor that is a view of the
-                static buffers themselves.
+                static buffers themselves. With GRAPHRT_CHECK=1 also for a late row, and a request that there is not.
             CaptureError: for host values inside a recording, which would freeze them.
         """
         self.check_num_reqs(num_reqs, 0)
@@ -154,16 +154,17 @@ class StepInputs:
         recording = _is_recording(self._ring)
         if recording:
             _refuse_host_values(values, self.device)
-        checked = check_sources(values, num_reqs, self.device, self._addresses)
+        given = check_sources(values, num_reqs, self.device, self._addresses)
+        if checked.enabled(None):
+            checked.staged_values(_as_sources(num_reqs, given), self._current)
         if self._ring is not None and not recording:
             if profiling.ranges is None:
-                self._ring.stage(num_reqs, checked)
+                self._ring.stage(num_reqs, given)
                 return
             with profiling.annotated("stage", "graphrt.stage", profiling.stage_work(num_reqs, eager)):
-                self._ring.stage(num_reqs, checked)
+                self._ring.stage(num_reqs, given)
             return
-        sources = StageSources(num_reqs, **{NAMES[i]: as_tensor(i, value) for i, value, *_ in checked})
-        run = backends.by_device(self.device).stage
+        run, sources = backends.by_device(self.device).stage, _as_sources(num_reqs, given)
         launch("graphrt.stage", run, self._all, sources, None, error_counter(self.device), self._current)
 
     @contextmanager
@@ -198,6 +199,10 @@ def dummy_inputs(inputs: StepInputs, num_reqs: int, *, dcp: bool = False) -> Non
     window = inputs.spec_query_len
     offsets = [b * window for b in range(num_reqs + 1)]
     inputs.stage(num_reqs=num_reqs, state_indices=list(range(num_reqs)), query_start_loc=offsets)
+
+
+def _as_sources(num_reqs: int, given: Sequence[Checked]) -> StageSources:
+    return StageSources(num_reqs, **{NAMES[i]: as_tensor(i, value) for i, value, *_ in given})
 
 
 def _is_recording(ring: PinnedRing | None) -> bool:

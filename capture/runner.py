@@ -40,6 +40,9 @@ def check_parts(
         fail("inputs", f"buffers on {stack.device}, like the checkpoints", f"buffers on {inputs.device}")
     if inputs.spec_query_len != context.spec_query_len:
         fail("inputs", f"spec_query_len {context.spec_query_len}, as the context's", inputs.spec_query_len)
+    ledger, num_rows = inputs.ledger, stack.geometry.num_rows
+    if ledger is not None and ledger.generation.shape[0] != num_rows:
+        fail("inputs", f"a ledger of {num_rows} rows, as the records have", f"one of {ledger.generation.shape[0]}")
     if inputs.max_num_reqs > capacity:
         fail("inputs", f"at most {capacity} rows, the context's max_num_reqs", inputs.max_num_reqs)
     if mamba_block_size is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphrt import backends, profiling
+from graphrt import backends, checked, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.recording import Recording
 from graphrt.capture.runner import check_parts, proof, settle
@@ -123,8 +123,8 @@ class DecodeStep:
         with torch.inference_mode(False):  # they outlive the caller's mode
             self.replayed = torch.zeros(pending.shape, dtype=torch.int32, device=device)
             """[R] int32: pending counts of the rows of the step that runs, `StepRows.pending`."""
-            self.flush_rows = torch.ones(most, dtype=torch.int32, device=device) if flush else None
-            """[max_num_reqs] int32, 1 where the step drains a row before its verify; write into it at any time."""
+            self.flush_rows = torch.ones(most, dtype=torch.bool, device=device) if flush else None
+            """[max_num_reqs] bool, True where the step drains a row before its verify; write into it at any time."""
             self._drained = torch.zeros(most, dtype=torch.int32, device=device)
         self._staged = allocate_rows(most, inputs.block_table_width, device)[1]
         self._rows: dict[int, StepRows] = {}
@@ -168,7 +168,7 @@ class DecodeStep:
 
         Raises:
             RuntimeError: before capture and after close. ValueError: for more rows than the inputs have, or a negative
-            number of steps.
+            number of steps; in checked mode also for a bad value that was staged, or that the step before left.
         """
         check_count("steps", steps, 0)
         for _ in range(steps):
@@ -179,11 +179,20 @@ class DecodeStep:
                 self._replay(num_reqs)
 
     def _replay(self, num_reqs: int) -> None:
+        if checked.enabled(self.context.check):
+            self._check_values(num_reqs)
         recording = self._recordings.replay("step", num_reqs)
         if recording is not None:
             self.outputs = recording.outputs
         elif num_reqs > 0:
             self.run(num_reqs)
+
+    def _check_values(self, num_reqs: int) -> None:
+        """Checked mode: the step's own launches read no values in a replay, so the rows are read before it."""
+        self.inputs.check_num_reqs(num_reqs, 0)
+        if num_reqs > 0:
+            rows, owners = self.inputs.rows(num_reqs), self.inputs.owners(num_reqs)
+            checked.step_values(rows, self.pending, owners, self.context.stack.geometry)
 
     def replay_dummy(self, num_reqs: int, *, dcp: bool = False) -> None:
         """Run one step on dummy rows, as an idle rank must; the staged step is put back and nothing else changes."""

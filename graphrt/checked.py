@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .checks import check_flag
 from .launch import is_recording
 from .layers import LayerStack
-from .steps import Commit, Geometry, Owners, Rows
+from .steps import Commit, Geometry, Owners, Rows, Staged, StageSources
 
 # What os.environ reads from. It is asked at every launch, and os.environ takes a microsecond to find nothing.
 _environment: Any = vars(os.environ)["_data"]
@@ -83,6 +83,34 @@ def _generations(owners: Owners | None, slots: list[int], rows: list[int] | None
     for b, row in enumerate(rows):
         if slots[b] > 0 and row >= 0 and staged[b] not in (0, current[row]):
             _fail("owners.staged", b, f"generation {current[row]}, the present owner's of record row {row}", staged[b])
+
+
+def staged_values(s: StageSources, current: Tensor | None) -> None:
+    """Raise ValueError for the first row that a staging would take as late, or stage without its request."""
+    slots, rows, staged, requests = (
+        default if t is None else _read(t, s.num_reqs)
+        for t, default in (
+            (s.state_indices, [0] * s.num_reqs),
+            (s.record_rows, [-1] * s.num_reqs),
+            (s.generation, [0] * s.num_reqs),
+            (s.request_indices, list(range(s.num_reqs))),
+        )
+    )
+    now = [] if current is None else _read(current)
+    for b, (slot, row) in enumerate(zip(slots, rows, strict=True)):
+        if 0 <= row < len(now) and staged[b] not in (0, now[row]):
+            _fail("generation", b, f"{now[row]}, the present owner's of record row {row}", staged[b])
+        if (slot > 0 or row >= 0) and not 0 <= requests[b] < s.num_requests:
+            _fail("request_indices", b, f"0..{s.num_requests - 1}", requests[b])
+
+
+def step_values(rows: Staged, pending: Tensor, owners: Owners | None, geometry: Geometry) -> None:
+    """Raise ValueError for the first bad value of staged rows that a recorded step is to run on."""
+    slots, record_rows = _read(rows.state_indices), _read(rows.record_rows)
+    _slots_and_rows(slots, record_rows, geometry.num_slots, geometry.num_rows)
+    _generations(owners, slots, record_rows)
+    _query_offsets(_read(rows.query_start_loc), None, geometry.spec_query_len)
+    _pending_counts(_read(pending), record_rows, geometry.spec_query_len)
 
 
 def commit_values(c: Commit, geometry: Geometry) -> None:

@@ -104,7 +104,8 @@ def load_state(
 ) -> None:
     """Put a saved run into a context and a ledger without requests; their tensors stay where they are. Synchronises.
 
-    Slots that are not in the file keep their contents.
+    Slots that are not in the file keep their contents. A ledger that had requests before gives the rows generations of
+    their own, so that no step staged for those meets the owners now: ask it for `generations` anew.
 
     Args:
         weights: as it was given to `save_state`.

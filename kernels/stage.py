@@ -110,8 +110,8 @@ def _stage(
     offset = _entries(offset_src, tl.minimum(o_b, num_reqs), offset_stride, offset_count, with_end, 0)
     end = _entries(offset_src, tl.minimum(o_b + 1, num_reqs), offset_stride, offset_count, mask, 0)
     size = tl.maximum(block_size, 1)
-    into_block = tl.maximum(computed, 0) % size
-    near = (into_block + tl.maximum(end - offset, 0) >= size) | ((computed > 0) & (into_block == 0))
+    into_block = tl.maximum(computed, 0).to(tl.int64) % size
+    near = (into_block + tl.maximum(end.to(tl.int64) - offset, 0) >= size) | ((computed > 0) & (into_block == 0))
     eager = tl.where(owned & ((near & (block_size > 0)) | (all_eager > 0)), 1, eager.to(tl.int32))
     tl.store(slot_ptr + o_b, slot, mask=mask)
     tl.store(row_ptr + o_b, row, mask=mask)
@@ -215,12 +215,13 @@ def graphrt_stage_advance_kernel(
     begin = tl.load(offset_ptr + o_b, mask=ran, other=0)
     end = tl.load(offset_ptr + o_b + 1, mask=ran, other=0)
     accepted = tl.load(accepted_ptr + o_b * accepted_stride, mask=ran, other=0)
-    accepted = tl.minimum(tl.maximum(accepted, 0), tl.minimum(tl.maximum(end - begin, 0), Q))
+    span = tl.minimum(tl.maximum(end.to(tl.int64) - begin, 0), Q).to(tl.int32)
+    accepted = tl.minimum(tl.maximum(accepted, 0), span)
     computed = tl.load(computed_ptr + o_b, mask=ran, other=0) + accepted
     finished = tl.load(finished_ptr + o_b * finished_stride, mask=o_b < batch * has_finished, other=0) != 0
     keep = (slot > 0) & (row >= 0) & (finished == 0)
 
-    column = tl.maximum(computed - 1, 0) // tl.maximum(block_size, 1)
+    column = (tl.maximum(computed, 1) - 1) // tl.maximum(block_size, 1)
     # As a vector: the interpreter takes no scalar in a mask.
     aligned = keep & (o_b < batch * tl.minimum(block_size, 1))
     block = tl.load(table_ptr + o_b.to(tl.int64) * width + column, mask=aligned & (column < width), other=0)

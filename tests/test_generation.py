@@ -234,3 +234,73 @@ def test_admissions_do_not_disturb_a_recording():
     staged.copy_(pool.int32(ledger.generations(["B"])))
     recording.replay()
     assert ledger.pending.tolist()[0] == 2
+
+
+def test_a_ledger_of_another_size_does_not_guard_these_records(backend_device):
+    """Rows that it does not have would go uncompared: refused when the parts meet, not at the first late row."""
+    pool = Pool(backend_device, backend_device.shape(layers=1, heads=1))
+    inputs = StepInputs(2, pool.shape.query_len, pool.device, ledger=RecordSlots(2, pool.device))
+    for make in (
+        lambda: CommitRunner(pool.context, pool.pending, inputs),
+        lambda: DecodeStep(pool.context, pool.pending, inputs, print, print),
+    ):
+        with pytest.raises(ValueError, match=r"^inputs: expected a ledger of 6 rows, .*got one of 2"):
+            make()
+
+
+def test_checked_mode_names_what_a_staging_would_skip(monkeypatch):
+    """A late row, and a request that there is not, raise before anything is staged; without it they are counted."""
+    ledger = RecordSlots(3, "cpu")
+    inputs = StepInputs(3, 4, "cpu", ledger=ledger)
+    ledger.admit("A")
+    late = ledger.generations(["A"])
+    ledger.release("A")
+    row = ledger.admit("B")
+    good = {"num_reqs": 2, "state_indices": [0, 5], "record_rows": [-1, row], "num_accepted_tokens": [1, 1]}
+    monkeypatch.setenv("GRAPHRT_CHECK", "1")
+    inputs.stage(**good, generation=[1, *ledger.generations(["B"])], request_indices=[9, 1])
+    with pytest.raises(ValueError, match=r"^generation, row 1: expected 3, .*record row 0, got 1$"):
+        inputs.stage(**good, generation=[0, *late])
+    with pytest.raises(ValueError, match=r"^request_indices, row 1: expected 0..1, got 2$"):
+        inputs.stage(**good, request_indices=torch.tensor([0, 2], dtype=torch.int32))
+    assert inputs.generation.tolist() == [1, 3, 0]
+    monkeypatch.delenv("GRAPHRT_CHECK")
+    inputs.stage(**good, generation=[0, *late])
+    assert inputs.record_rows.tolist() == [-1, -1, -1]
+
+
+def test_checked_mode_names_the_bad_value_before_a_step_is_replayed():
+    """A late row, a row twice, a slot past the pool and offsets that span too much, of an otherwise recorded step."""
+    pool = Pool(Target("torch", "cpu"), Target("torch", "cpu").shape(layers=1, heads=1))
+    object.__setattr__(pool.context, "check", True)
+    ledger, nothing = ledger_of(pool, "AC"), pool.int32([0, 0])
+    (row_a, row_c), q = ledger.rows("AC"), pool.shape.query_len
+    inputs = StepInputs(2, q, pool.device, ledger=ledger)
+    step = DecodeStep(
+        pool.context,
+        ledger.pending,
+        inputs,
+        lambda rows: rows.record_rows.clone(),
+        lambda r, v: Sampled(nothing, nothing),
+    )
+    step.capture(progress=False)
+    good = {
+        "num_reqs": 2, "state_indices": [5, 3], "record_rows": [row_a, row_c], "query_start_loc": [0, 0, 0],
+        "generation": ledger.generations("AC"),
+    }  # fmt: skip
+    inputs.stage(**good)
+    step.replay(2)
+    before = Snapshot(pool)
+    for change, words in (
+        ({"record_rows": [row_a, row_a], "generation": None}, "record_rows, row 1"),
+        ({"state_indices": [5, 12]}, "state_indices, row 1"),
+        ({"query_start_loc": [0, q + 1, q + 1]}, "query_start_loc, row 0"),
+    ):
+        inputs.stage(**good | change)
+        with pytest.raises(ValueError, match=f"^{words}: "):
+            step.replay(2)
+    inputs.stage(**good)
+    ledger.release("A")
+    with pytest.raises(ValueError, match=r"^owners.staged, row 0: "):
+        step.replay(2)
+    assert before.changed() == [] and pool.errors() == {}

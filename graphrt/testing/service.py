@@ -152,6 +152,8 @@ class Service:
                 part.fill_(NAN)
         self.slots.reset()
         graphrt.load_state(path, self.context, self.slots)
+        for request in self.live:
+            (request.generation,) = self.slots.generations([request.name])
         self.counts.note("save and load")
 
     def drain(self, requests: Sequence[Request]) -> None:

@@ -215,6 +215,19 @@ def test_what_a_step_flushes_is_a_value_on_the_device(device):
         assert_same(toy.everything(), plain.everything(), f"step {step}")
 
 
+@pytest.mark.parametrize("flag", [2, -1])
+def test_any_flag_but_zero_flushes_a_row_into_its_own_slot(device, flag):
+    """The mask is a mask, whatever was written to it: no row is folded into the slot of another."""
+    toy, plain = started(device, flush=True), started(device, flush=True)
+    for step in range(6):
+        toy.step.flush_rows.copy_(int32([flag, 0, flag], device))
+        plain.step.flush_rows.copy_(int32([1, 0, 1], device))
+        toy.step.replay(3)
+        plain.step.replay(3)
+        assert torch.equal(toy.step.replayed, plain.step.replayed)
+        assert_same(toy.everything(), plain.everything(), f"step {step}")
+
+
 @pytest.mark.parametrize("dcp", [False, True], ids=["padding", "dcp"])
 def test_a_size_may_be_captured_in_mid_service(device, dcp):
     """Between two steps a capture and idle dummy steps change no byte of what follows (B12, B19)."""

@@ -165,3 +165,30 @@ def test_a_row_without_a_block_is_retired():
     assert following.record_rows.tolist() == [-1, 1]
     assert following.query_start_loc.tolist() == [0, 0, 1]
     assert error_counts("cpu")["column"] == 1
+
+
+@ON_DEVICES
+def test_offsets_and_counts_at_the_ends_of_int32_do_not_wrap(device):
+    """A span of more than 2^31 tokens is a full window, not none; the least computed count is none."""
+    least, most = -(2**31), 2**31 - 1
+    results = []
+    for name in ("torch", "triton"):
+        backend, int32 = backends.load(name), lambda values: torch.tensor(values, dtype=torch.int32, device=device)
+        block, staged = allocate_rows(3, 2, torch.device(device))
+        sources = StageSources(
+            num_reqs=3, state_indices=int32([1, 2, 3]), record_rows=int32([0, 1, 2]),
+            query_start_loc=int32([least, most, least, most]), num_computed_tokens=int32([0, 5, least]),
+            block_table=int32([[4, 5]] * 3),
+        )  # fmt: skip
+        counts = int32([0, 0, 0])
+        begin = StepBegin(counts, counts.clone(), 10, 8, False)
+        backend.stage(staged, sources, begin, error_counter(device))
+        following_block, following = allocate_rows(3, 2, torch.device(device))
+        lengths = int32([1, 1, 1])
+        advance = Advance(cut_rows(staged, 3), following, int32([3, 3, 0]), lengths, None, 4, 10, 8)
+        backend.advance(advance, error_counter(device))
+        results.append([block, following_block])
+        assert staged.eager.tolist() == [1, 0, 1]
+        assert following.num_computed_tokens.tolist() == [3, 5, least]
+        assert following.state_indices.tolist() == [4, 4, 4]
+    assert same(*results)
