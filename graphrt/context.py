@@ -87,7 +87,7 @@ class KDARecoverSSMCommitContext(StateAccess):
         plan = Plan.allocate(max_num_reqs, stack.device)
         error_counter(stack.device)
         context = cls(stack=stack, plan=plan, choice=choice, check=check)
-        compile_variants(context)
+        compile_variants(stack, choice.backend, context._run_commit, context._run_fold_pending)
         return context
 
     @property

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 from . import profiling
+from .checks import check_flag
 
 
 class Recorder(Protocol):
@@ -66,6 +67,7 @@ def programmatic_launches(enabled: bool = True) -> Iterator[None]:
     replays its records before the predecessor has ended where that is safe. The bits are the same either way. A
     recording keeps what was set when it was made. Only `fp32_deferred` has such kernels.
     """
+    check_flag("enabled", enabled)
     token = _programmatic.set(enabled)
     try:
         yield

@@ -387,7 +387,13 @@ def helper_calls(world: World) -> list[Call]:
         "query_start_loc": ("num_computed_tokens", "out", "request_indices"), "device": ("device", "Device"),
     }  # fmt: skip
     share = {"intact": world.intact, "aliases": aliases}
+
+    def programmatic(enabled: Any) -> None:
+        with graphrt.programmatic_launches(enabled):
+            pass
+
     return [
+        Call("programmatic_launches", programmatic, lambda: {"enabled": True}, **share),
         Call("align_eager_mask", graphrt.align_eager_mask, mask, **share),
         Call("align_state_indices", graphrt.align_state_indices, sources, **share),
         Call("allocate_records", graphrt.allocate_records, records, **share),

@@ -1,5 +1,7 @@
 """The commit: what it folds, what it only counts, and whose counts it reads."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from rig import Pool, Snapshot, same_bytes
@@ -246,3 +248,21 @@ def test_placeholder_drafts_do_not_enter_the_state(backend_device):
     for state, history in states:
         assert same_bytes(state, states[0][0]) and same_bytes(history, states[0][1])
     truths[1].assert_state(twin, 4)
+
+
+def test_a_deferred_commit_without_eager_rows_is_one_launch(backend_device):
+    """It notes counts and nothing else: neither the fold nor the compaction is launched, over however many layers."""
+    pool = Pool(backend_device, backend_device.shape(layers=1))
+    start(pool, {0: 3})
+    verify(batch := Batch(pool, [Row(3, 0, 4)]))
+
+    def refuse(*args):
+        raise AssertionError("a deferred commit launched a fold")
+
+    choice = pool.context.choice
+    backend = replace(choice.backend, fold=refuse, compact_conv=refuse)
+    pool.context = replace(pool.context, choice=replace(choice, backend=backend))
+    commit(batch, [2])
+    assert pool.pending[0] == 2
+    with pytest.raises(AssertionError, match="launched a fold"):
+        commit(batch, [2], eager=torch.ones(1, dtype=torch.bool, device=pool.device))

@@ -149,6 +149,12 @@ def test_data_blocks_parse(document):
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
+def test_nothing_is_left_to_be_filled_in(document):
+    """No marks of unfinished places."""
+    assert re.findall(r"@[A-Z]{3,}@|\bTODO\b|\bTBD\b|\bFIXME\b", (ROOT / document).read_text()) == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_to_files_and_headings_that_exist(document):
     """Relative links resolve from the document's folder; a fragment is a heading of its target."""
     source = re.sub(r"```.*?```", "", (ROOT / document).read_text(), flags=re.DOTALL)

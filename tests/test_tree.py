@@ -6,6 +6,7 @@ import inspect
 import re
 from collections import Counter
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -151,3 +152,32 @@ def test_every_function_and_class_of_the_package_is_used_or_documented():
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("__")
     }
     assert {name for name in defined if count[name] == 1} - OF_THE_CONTRACT == set()
+
+
+def test_imports_of_the_package_run_one_way():
+    """No file imports, at its top, one that imports it in turn, over however many others."""
+    modules = {module_name(path): path for path in package_files()}
+    graph = {name: set(imports_of(name, path, modules)) for name, path in modules.items()}
+    assert sum(map(len, graph.values())) > 100
+    list(TopologicalSorter(graph).static_order())
+
+
+def module_name(path):
+    """As it is imported."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "graphrt" else ("graphrt", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports_of(name, path, modules):
+    """The modules of the package that one of them imports when it is loaded."""
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        base = package[: len(package) - node.level + 1] if node.level else []
+        source = ".".join([*base, *([node.module] if node.module else [])])
+        for alias in node.names:
+            found = next((m for m in (f"{source}.{alias.name}", source) if m in modules), None)
+            if found is not None and found != name:
+                yield found

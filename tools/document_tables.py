@@ -7,6 +7,7 @@ A table stands between `<!-- table: NAME -->` and `<!-- end of table -->`:
 
     support    backends by what `graphrt.backends.supports` answers for every value of every fact (needs CuTe DSL)
     figures    the step benchmark of tools/results/h200/step.json
+    host       the host's time for staging and a replay, tools/results/h200/host.json
     errors     every tools/results/*/errors.json, from tools/measure_errors.py
     tools      the first line of every tool's docstring
     peers_*    tools/results/h200/peers.csv, from tools/bench_peers.py, and peer_check_*.json, from tools/peer_check.py
@@ -61,6 +62,15 @@ def figures_table() -> str:
     return _table(("requests", "deferred step", "eager step", "fold alone", "floor", "deferred / floor"), rows)
 
 
+def host_table() -> str:
+    """Host microseconds of `stage` and a replay, by form of the metadata and rows; of a repeated run the last."""
+    lines = map(json.loads, (RESULTS / "h200" / "host.json").read_text().splitlines())
+    times = {(line["form"], line["rows"]): line["stage_us"] + line["replay_us"] for line in lines if "form" in line}
+    forms, sizes = ({key[i]: None for key in times} for i in (0, 1))
+    head = ("metadata as", *(f"{rows} row{'s' * (rows > 1)}" for rows in sizes))
+    return _table(head, [(form, *(f"{times[form, rows]:.0f}" for rows in sizes)) for form in forms])
+
+
 def tools_table() -> str:
     """Every tool and the first line of its docstring."""
     docs = [(path.name, ast.get_docstring(ast.parse(path.read_text()))) for path in sorted(TOOLS.glob("*.py"))]
@@ -73,9 +83,10 @@ def errors_table() -> str:
     for path in sorted(RESULTS.glob("*/errors.json")):
         found = json.loads(path.read_text())
         for row in found["rows"]:
-            errors = [f"{row[name]:.1e}" for name in ("u", "out", "checkpoint", "checkpoint_64")]
-            rows.append((f"`{row['backend']}`", found["device"], row["data"], *errors))
-    return _table(("backend", "device", "data", "u", "outputs", "checkpoint", "checkpoint, 64 windows"), rows)
+            errors = [f"{row[name]:.1e}" for name in ("u", "checkpoint", "checkpoint_64")]
+            rows.append((f"`{row['backend']}`", found["device"], row["data"], *errors, f"{row['out']:.3f}"))
+    head = ("backend", "device", "data", "u", "checkpoint", "checkpoint, 64 windows", "BF16 outputs, roundings")
+    return _table(head, rows)
 
 
 def peers_steps(state: str, conv: bool, names: dict[str, str], tail: str = "") -> str:
@@ -167,7 +178,12 @@ PEERS_BF16 = {"vllm cute commit": "vllm, CuTe commit", "vllm triton commit": "vl
 ALONE = {"graphrt fp32_deferred eager": "`fp32_deferred` fold", "graphrt triton eager": "`triton` fold"}
 COUNTED = {"graphrt fp32_deferred deferred": "deferred: no fold"}
 
-TABLES = {"support": support_table, "figures": figures_table, "errors": errors_table, "tools": tools_table} | {
+TABLES = {
+    "support": support_table,
+    "figures": figures_table,
+    "host": host_table,
+    "errors": errors_table,
+    "tools": tools_table,
     "peers_fp32": lambda: peers_steps("float32", False, PEERS | OURS | {"fla state per token": "fla-core"}),
     "peers_conv": lambda: peers_steps("float32", True, PEERS | OURS),
     "peers_bf16": lambda: peers_steps("bfloat16", False, PEERS_BF16 | OURS_BF16),
