@@ -83,18 +83,9 @@ class VerifyF32(VerifyRoles):
 
     @cute.kernel
     def kernel(
-        self,
-        tokens,
-        token_strides,
-        layer,
-        layer_strides,
-        indices,
-        index_strides,
-        conv,
-        limits,
-        flags,
+        self, tokens, token_strides, layer, layer_strides, indices, index_strides, conv, limits, flags,
         lower_bound: Float32,
-    ):
+    ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread >> 5)
         lane = thread & 31
@@ -103,6 +94,11 @@ class VerifyF32(VerifyRoles):
             for at, count in self._barriers:
                 ptx.mbar_init(shared + at, count)
             ptx.mbar_init_fence()
+        if cutlass.const_expr(self.split == 1):
+            # What L1 kept from launches before must go: an early kernel reads without a wait that would drop it. With
+            # two blocks on a head the barrier of their cluster does.
+            if thread == 32:
+                cute.arch.fence_acq_rel_gpu()
         early, wide_beta = flags
         if early == 0:
             # Nothing of global memory has been read so far.

@@ -153,6 +153,13 @@ def test_the_wait_stands_before_the_first_access_of_global_memory(ptx):
     assert any(line.startswith("ld.param") and flag in line for line in ptx[:wait]), "the flag is an argument"
 
 
+def test_what_l1_kept_is_dropped_before_the_first_read(ptx):
+    """Early reads have no wait in front that would do it: a fence does, or the barrier of a cluster, which acquires."""
+    drops = places(ptx, r"fence\.acq_rel\.gpu|barrier\.cluster\.wait")
+    assert drops and drops[0] < places(ptx, GLOBAL)[0]
+    assert not any("relaxed" in ptx[at] for at in drops)
+
+
 def test_dependents_are_released_right_after_a_wait(ptx):
     """B60: one release, and no instruction between it and the wait in front of it."""
     (release,) = places(ptx, r"griddepcontrol\.launch_dependents")

@@ -135,13 +135,17 @@ def assert_same_with_and_without(deferred, run, replays, batch=3, conv=False):
 
 @pytest.mark.parametrize("conv", [False, True], ids=["plain", "with convolution"])
 @pytest.mark.parametrize("trigger", [False, True], ids=["silent", "releases at once"])
-def test_a_slow_producer_right_before_is_waited_for(deferred, trigger, conv):
-    """B58: slots, rows and pending are written by the launch just before, late; two plans in turn, 1000 replays."""
+@pytest.mark.parametrize("split", [1, 2])
+def test_a_slow_producer_right_before_is_waited_for(deferred, trigger, conv, split):
+    """B58: slots, rows and pending are written by the launch just before, late; two plans in turn, 1000 replays.
+
+    Layers after the first read them early, on multiprocessors whose L1 has seen the other plan.
+    """
 
     def run(step):
         step.produce(20_000, trigger)
         for layer in range(LAYERS):
-            step.verify(deferred, layer)
+            step.verify(deferred, layer, split=split)
 
     assert_same_with_and_without(deferred, run, 1000, conv=conv)
 
@@ -168,14 +172,14 @@ def test_a_verify_that_reads_too_early_would_be_seen(deferred):
 
 
 @pytest.mark.parametrize("conv", [False, True], ids=["plain", "with convolution"])
-@pytest.mark.parametrize("batch", [1, 3])
-def test_the_same_layer_twice_without_a_commit_is_ordered(deferred, batch, conv):
+@pytest.mark.parametrize("batch, split", [(1, 2), (3, 2), (3, 1)])
+def test_the_same_layer_twice_without_a_commit_is_ordered(deferred, batch, split, conv):
     """Every verify replays what the one before wrote: records, and the checkpoint it folded into."""
 
     def run(step):
         step.produce()
         for layer in (0, 0, 1, 0, 1, 1):
-            step.verify(deferred, layer)
+            step.verify(deferred, layer, split=split)
 
     assert_same_with_and_without(deferred, run, 100, batch, conv)
 
