@@ -59,8 +59,9 @@ def wrong_tensors(t: Tensor) -> Iterator[Named]:
         if dtype != t.dtype:
             yield Named(str(dtype), t.to(dtype))
     yield from wrong_layouts(t)
-    for device in ("meta",):
-        yield Named(device, t.to(device))
+    yield Named("meta", t.to("meta"))
+    if t.is_cuda:
+        yield Named("on the host", t.cpu())
     yield Named("sparse", t.to_sparse())
     yield from wrong_values(t)
 
