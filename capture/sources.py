@@ -103,7 +103,7 @@ def _plain(i: int, value: Any) -> list[Any]:
         _fail_ints(i, value)
     try:
         return list(value) if isinstance(value, Sequence) else list(memoryview(value).tolist())
-    except TypeError as error:
+    except (TypeError, ValueError, NotImplementedError) as error:
         _fail_ints(i, value, error)
 
 

@@ -34,7 +34,9 @@ def weights_fingerprint(context: KDARecoverSSMCommitContext, weights: str = "") 
         weights: the engine's own name for the rest of its weights; another name gives another fingerprint.
     """
     check_kind("context", context, KDARecoverSSMCommitContext)
-    digest = hashlib.sha256(f"{weights}\n{context.lower_bound}\n".encode())
+    check_kind("weights", weights, str)
+    bound = None if context.lower_bound is None else float(context.lower_bound)
+    digest = hashlib.sha256(f"{weights}\n{bound}\n".encode())
     for parameter in (*context.stack.A_logs, *context.stack.dt_biases):
         digest.update(str(parameter.dtype).encode())
         digest.update(_bytes(parameter))
@@ -60,7 +62,9 @@ def save_state(
     Raises:
         ValueError: for a slot that is not there, a ledger of another size, or a request id that is neither str nor int.
         RuntimeError: in checked mode, if the last verify of a record row was not committed.
+        OSError: if it cannot be written; an earlier file of that name is as it was.
     """
+    target = _checked_path(path)
     _check_ledger(context, ledger)
     stack = context.stack
     every = range(stack.geometry.num_slots)
@@ -85,11 +89,12 @@ def save_state(
         "slots": json.dumps(chosen),
         "ledger": json.dumps({**contents, "requests": list(contents["requests"].items())}),
     }
-    target = Path(path)
     part = target.with_name(target.name + ".part")
     try:
         save_file({name: _own(t) for name, t in tensors.items()}, part, metadata)
         os.replace(part, target)
+    except SafetensorError as error:
+        raise OSError(f"{target}: cannot be written ({error})") from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -106,16 +111,18 @@ def load_state(
 
     Raises:
         ValueError: for a file that is not such a file, or of another version, size, dtype or weights, in one sentence
-            with both values; nothing is written then. Also for a ledger that has requests.
+            with both values, or damaged; nothing is written then. Also for a ledger that has requests.
+        OSError: if it cannot be read.
     """
+    source = _checked_path(path)
     _check_ledger(context, ledger)
     if len(ledger) or ledger.num_preempted:
         fail("ledger", "one without requests", f"one with {len(ledger) + ledger.num_preempted}", "reset() it")
     try:
-        with safe_open(path, framework="pt") as file:
-            _load(Path(path), file, context, ledger, weights)
+        with safe_open(source, framework="pt") as file:
+            _load(source, file, context, ledger, weights)
     except SafetensorError as error:
-        raise ValueError(f"{path}: not a {FORMAT} file ({error})") from error
+        raise ValueError(f"{source}: not a {FORMAT} file ({error})") from error
 
 
 def _load(path: Path, file: Any, context: KDARecoverSSMCommitContext, ledger: RecordSlots, weights: str) -> None:
@@ -124,14 +131,15 @@ def _load(path: Path, file: Any, context: KDARecoverSSMCommitContext, ledger: Re
         raise ValueError(f"{path}: not a {FORMAT} file: its format is {saved.get('format', 'not named')}")
     if saved.get("version") != str(VERSION):
         _refuse(path, "version", saved.get("version"), VERSION)
-    theirs = json.loads(saved["sizes"])
+    theirs, theirs_of_weights, slots, contents = _metadata(path, saved)
     for name, here in _sizes(context).items():
         if theirs.get(name) != here:
             _refuse(path, name, theirs.get(name), here)
     fingerprint = weights_fingerprint(context, weights)
-    if saved["weights"] != fingerprint:
-        _refuse(path, "weights fingerprint", saved["weights"], fingerprint)
-    slots = json.loads(saved["slots"])
+    if theirs_of_weights != fingerprint:
+        _refuse(path, "weights fingerprint", theirs_of_weights, fingerprint)
+    if any(type(slot) is not int or not 0 <= slot < context.stack.geometry.num_slots for slot in slots):
+        _refuse_damaged(path, f"slots {slots}")
     targets = [(name, t, slots if by_slot else None) for name, t, by_slot in _tensors(context)]
     targets += [("pending", ledger.pending, None)]
     present = set(file.keys())
@@ -140,15 +148,37 @@ def _load(path: Path, file: Any, context: KDARecoverSSMCommitContext, ledger: Re
         found = file.get_slice(name).get_shape() if name in present else "absent"
         if found != shape:
             _refuse(path, f"shape of {name}", found, shape)
+        dtype = file.get_slice(name)[:0].dtype
+        if dtype != t.dtype:
+            _refuse(path, f"dtype of {name}", dtype, t.dtype)
 
-    contents = json.loads(saved["ledger"])
-    ledger.restore({**contents, "requests": dict(map(tuple, contents["requests"]))})
+    try:
+        ledger.restore(contents)
+    except ValueError as error:
+        _refuse_damaged(path, error)
     for name, t, rows in targets:
         value = file.get_tensor(name).to(t.device)
         if rows is None:
             t.copy_(value)
         else:
             t[torch.tensor(rows, dtype=torch.int64, device=t.device)] = value
+
+
+def _metadata(path: Path, saved: dict[str, str]) -> tuple[dict[str, Any], str, list[int], Any]:
+    """Sizes, fingerprint, slots, and contents of the ledger; which ledger they make is for the ledger to say."""
+    try:
+        sizes, slots, contents = (json.loads(saved[name]) for name in ("sizes", "slots", "ledger"))
+        contents = {**contents, "requests": dict(map(tuple, contents["requests"]))}
+        fingerprint = saved["weights"]
+    except (KeyError, TypeError, ValueError) as error:
+        _refuse_damaged(path, repr(error))
+    if not isinstance(sizes, dict) or not isinstance(slots, list):
+        _refuse_damaged(path, "sizes or slots of another kind")
+    return sizes, fingerprint, slots, contents
+
+
+def _refuse_damaged(path: Path, what: object) -> NoReturn:
+    raise ValueError(f"{path}: damaged, its metadata are not those of a {FORMAT} file ({what})")
 
 
 def _refuse(path: Path, what: str, saved: object, here: object) -> NoReturn:
@@ -187,6 +217,12 @@ def _sizes(context: KDARecoverSSMCommitContext) -> dict[str, Any]:
         "dtype of the records' corrections": str(stack.corrections[0].dtype),
         "dtype of the records' keys": str(stack.key_gates[0].dtype),
     }
+
+
+def _checked_path(path: object) -> Path:
+    if not isinstance(path, (str, os.PathLike)):
+        fail("path", "a str or a path", type(path).__name__)
+    return Path(path)
 
 
 def _check_ledger(context: KDARecoverSSMCommitContext, ledger: RecordSlots) -> None:

@@ -1,16 +1,15 @@
 """The host ledger of record rows: which request owns which row of the records."""
 
 from collections.abc import Hashable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .checked import forget_row
-from .checks import check_count, check_device, check_several, fail
-
-if TYPE_CHECKING:
-    from .context import KDARecoverSSMCommitContext
+from .checks import INT32_MAX, check_count, check_device, check_kind, check_several, fail
+from .sentinels import NULL_BLOCK_ID
+from .state import StateAccess
 
 
 class RecordSlots:
@@ -35,7 +34,7 @@ class RecordSlots:
         self.pending: Tensor = pending
         """[R] int32: records of the row that are accepted and not yet in its checkpoint."""
         self.generation: Tensor = generation
-        """[R] int32: grows whenever the row gets or loses an owner; odd while it has one."""
+        """[R] int32: another one whenever the row gets or loses an owner; odd while it has one, 0 before the first."""
         self._rows: dict[Hashable, int] = {}
         self._preempted: set[Hashable] = set()
         self._free = list(range(max_num_reqs - 1, -1, -1))
@@ -82,9 +81,7 @@ class RecordSlots:
         self._preempted.discard(request_id)
         return row
 
-    def preempt(
-        self, request_id: Hashable, context: "KDARecoverSSMCommitContext | None" = None, slot: int | None = None
-    ) -> None:
+    def preempt(self, request_id: Hashable, context: StateAccess | None = None, slot: int | None = None) -> None:
         """Take the row back and remember the request. Between a commit and the next verify only.
 
         Args:
@@ -94,20 +91,19 @@ class RecordSlots:
 
         Raises:
             KeyError: if the request owns no row.
-            ValueError: for a context without a slot, or a null slot.
+            ValueError: for a context without a slot, or a slot that is null or not there; the request keeps its row.
             RuntimeError: in checked mode, if the row's last verify was not committed.
         """
         row = self.row(request_id)
         if (context is None) != (slot is None):
             fail("slot" if slot is None else "context", "context and slot together, or neither", None)
         if context is not None and slot is not None:
-            check_count("slot", slot, 1)
-            one, device = torch.int32, self.pending.device
-            context.drain(
-                torch.full((1,), slot, dtype=one, device=device),
-                torch.full((1,), row, dtype=one, device=device),
-                self.pending,
-            )
+            check_kind("context", context, StateAccess)
+            most, device = context.stack.geometry.num_slots - 1, self.pending.device
+            if type(slot) is not int or not NULL_BLOCK_ID < slot <= most:
+                fail("slot", f"a live state slot, {NULL_BLOCK_ID + 1}..{most}", repr(slot))
+            slots, rows = (torch.full((1,), i, dtype=torch.int32, device=device) for i in (slot, row))
+            context.drain(slots, rows, self.pending)
         self._give_back(request_id)
         self._preempted.add(request_id)
 
@@ -166,22 +162,20 @@ class RecordSlots:
         }
 
     def restore(self, contents: dict[str, Any]) -> None:
-        """Take over the `contents` of a ledger of the same size, generations included; pending becomes zero.
+        """Take over the `contents` of a ledger of the same size; pending becomes zero.
+
+        A row whose generation here is as late as the restored one goes on to the next that tells an owner, or none:
+        what was staged for an owner that this ledger had before stays late.
 
         Raises:
-            ValueError: if they do not make a ledger of this size.
+            ValueError: if they do not make a ledger of this size; nothing is changed then.
         """
-        fields = ("requests", "preempted", "free", "generations")
-        if not isinstance(contents, dict) or any(field not in contents for field in fields):
-            fail("contents", f"a dict with {', '.join(fields)}", type(contents).__name__)
-        rows, generations = [*contents["requests"].values(), *contents["free"]], contents["generations"]
-        if sorted(rows) != list(range(len(self._generations))) or len(generations) != len(rows):
-            fail("contents", f"each of {len(self._generations)} rows owned or free, once", sorted(rows))
-        self._rows, self._preempted = dict(contents["requests"]), set(contents["preempted"])
-        self._free, self._generations = list(contents["free"]), list(generations)
-        self.generation.copy_(torch.tensor(generations, dtype=torch.int32))
+        owned, waiting, free, saved = _checked_contents(contents, len(self._generations))
+        moved = [_restored(now, g) for now, g in zip(self._generations, saved, strict=True)]
+        self._rows, self._preempted, self._free, self._generations = owned, waiting, free, moved
+        self.generation.copy_(torch.tensor(moved, dtype=torch.int32))
         self.pending.zero_()
-        for row in rows:
+        for row in range(len(moved)):
             forget_row(row)
 
     def _take(self, request_id: Hashable) -> int:
@@ -203,10 +197,45 @@ class RecordSlots:
         self._free.append(row)
 
     def _change_owner(self, row: int) -> None:
-        self._generations[row] += 1
+        self._generations[row] = _after(self._generations[row])
         self.pending[row].zero_()
         self.generation[row].fill_(self._generations[row])
         forget_row(row)
+
+
+def _after(generation: int) -> int:
+    """The next one; past the largest int32 again 2, so that odd still tells an owner, and 0 stays "not compared"."""
+    return generation + 1 if generation < INT32_MAX else 2
+
+
+def _restored(now: int, saved: int) -> int:
+    """`saved`, or the next one behind `now` that tells the same, where a late step may have been staged with it."""
+    if now == 0 or saved > now:
+        return saved
+    following = _after(now)
+    return following if (following - saved) % 2 == 0 else _after(following)
+
+
+def _checked_contents(contents: Any, num_rows: int) -> tuple[dict[Hashable, int], set[Hashable], list[int], list[int]]:
+    """Requests to rows, preempted requests, free rows, generations."""
+    fields = ("requests", "preempted", "free", "generations")
+    if not isinstance(contents, dict) or any(field not in contents for field in fields):
+        fail("contents", f"a dict with {', '.join(fields)}", type(contents).__name__)
+    try:
+        owned, waiting = dict(contents["requests"]), set(contents["preempted"])
+        free, saved = list(contents["free"]), list(contents["generations"])
+    except (TypeError, ValueError) as error:
+        fail("contents", "requests with their rows, and lists of the rest", error)
+    rows = [*owned.values(), *free]
+    if any(type(row) is not int for row in rows) or sorted(rows) != list(range(num_rows)):
+        fail("contents", f"each of {num_rows} rows owned or free, once", rows)
+    if waiting & owned.keys():
+        fail("contents", "requests that own a row or were preempted", f"both for {waiting & owned.keys()}")
+    parity = [int(row in owned.values()) for row in range(num_rows)]
+    fits = len(saved) == num_rows and all(type(g) is int and 0 <= g <= INT32_MAX for g in saved)
+    if not fits or [g % 2 for g in saved] != parity:
+        fail("contents", f"{num_rows} generations of 31 bits, odd for a row that is owned", saved)
+    return owned, waiting, free, saved
 
 
 def _check_id(request_id: object) -> None:

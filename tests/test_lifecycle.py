@@ -61,6 +61,20 @@ def test_a_preemption_without_a_slot_drops_what_is_pending(backend_device):
     assert before.changed(pending=True) == [] and pool.pending.tolist() == [0] * 6
 
 
+def test_a_preemption_into_a_slot_that_there_is_not_loses_nothing(backend_device):
+    """What is pending has nowhere to go: refused before the count is dropped, and the request keeps its row."""
+    pool = Pool(backend_device, backend_device.shape(layers=1, heads=1))
+    ledger = RecordSlots(pool.shape.rows, torch.device(pool.device))
+    ledger.admit("A")
+    ledger.pending.fill_(2)
+    for slot in (pool.shape.slots, 0, -1, True, 2.0):
+        with pytest.raises(ValueError, match=rf"^slot: expected a live state slot, 1..{pool.shape.slots - 1}, got"):
+            ledger.preempt("A", pool.context, slot)
+    with pytest.raises(ValueError, match=r"^context: expected a StateAccess, got int"):
+        ledger.preempt("A", 3, 1)
+    assert ledger.row("A") >= 0 and ledger.pending.tolist() == [2] * pool.shape.rows
+
+
 def test_an_absent_request_keeps_row_records_and_count(backend_device):
     """B is away for steps in which others use every other row, and is the oracle's when it returns (B20)."""
     pool, ledger = served(backend_device, "AB")

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from steps import Batch, Row, commit, core_verify, verify
 from truth import start
 
-from graphrt import RecordSlots, load_state, save_state, weights_fingerprint
+from graphrt import Owners, RecordSlots, load_state, save_state, weights_fingerprint
 
 CPU = Target("torch", "cpu")
 
@@ -181,6 +181,95 @@ def test_a_file_whose_tensors_or_ledger_are_damaged_writes_nothing(tmp_path):
     with pytest.raises(ValueError, match="each of 6 rows owned or free, once"):
         load_state(path, pool.context, RecordSlots(6, "cpu"))
     assert before.changed() == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sizes": "{"},
+        {"sizes": "[]"},
+        {"sizes": None},
+        {"weights": None},
+        {"slots": None},
+        {"slots": "[1, 12]"},
+        {"slots": "[1, -1]"},
+        {"slots": '["1", 2]'},
+        {"slots": "3"},
+        {"ledger": "[]"},
+        {"ledger": None},
+        {"ledger": '{"requests": [[1]]}'},
+    ],
+    ids=str,
+)
+def test_a_file_with_damaged_metadata_is_refused_in_a_sentence(tmp_path, change):
+    """The kind and version are right and the rest is not: a ValueError with the path, and nothing is written."""
+    pool, ledger = running(CPU)
+    path, before, empty_ledger = tmp_path / "run", Snapshot(pool), RecordSlots(6, "cpu")
+    save_state(path, pool.context, ledger, slots=[4, 5])
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata() | change
+    save_file(tensors, path, {k: v for k, v in metadata.items() if v is not None})
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*damaged"):
+        load_state(path, pool.context, empty_ledger)
+    assert before.changed() == [] and len(empty_ledger) == 0
+
+
+def test_a_tensor_of_another_dtype_is_refused_before_anything_is_written(tmp_path):
+    """The metadata announce float32, the last tensor is float16: the first ones are not loaded either."""
+    pool, ledger = running(CPU)
+    path, before, empty_ledger = tmp_path / "run", Snapshot(pool), RecordSlots(6, "cpu")
+    save_state(path, pool.context, ledger)
+    with safe_open(path, framework="pt") as file:
+        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    save_file(tensors | {"key_gate.1": tensors["key_gate.1"].half()}, path, metadata)
+    with pytest.raises(ValueError, match=r"dtype of key_gate.1 is torch.float16 in the file and torch.float32 here"):
+        load_state(path, pool.context, empty_ledger)
+    save_file(tensors | {"pending": tensors["pending"].double()}, path, metadata)
+    with pytest.raises(ValueError, match=r"dtype of pending is torch.float64 in the file and torch.int32 here"):
+        load_state(path, pool.context, empty_ledger)
+    assert before.changed() == [] and len(empty_ledger) == 0
+
+
+def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path):
+    """The disk is full: an OSError, the file as it was, and no remains beside it."""
+    resource, signal = pytest.importorskip("resource"), pytest.importorskip("signal")
+    pool, ledger = running(CPU)
+    path = tmp_path / "run"
+    save_state(path, pool.context, ledger)
+    whole, (soft, hard) = path.read_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    try:
+        with pytest.raises(OSError, match="cannot be written"):
+            save_state(path, pool.context, ledger)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert path.read_bytes() == whole and [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_bound_that_is_a_whole_number_has_one_fingerprint():
+    """-5 and -5.0 are the same gate: a configuration may have it either way."""
+    pool = Pool(CPU, CPU.shape(layers=1, heads=1, lower_bound=-5.0))
+    whole = Pool(CPU, CPU.shape(layers=1, heads=1, lower_bound=-5), params=pool.params)
+    assert weights_fingerprint(whole.context) == weights_fingerprint(pool.context)
+
+
+def test_a_step_of_before_a_load_changes_nothing_of_who_was_loaded(tmp_path):
+    """A service falls back to its file while a commit is under way: that commit is late."""
+    pool, ledger = running(CPU)
+    save_state(tmp_path / "run", pool.context, ledger)
+    row = ledger.row("first")
+    late = Batch(pool, [Row(4, row, 4)])
+    owners = Owners(pool.int32(ledger.generations(["first"])), ledger.generation)
+    verify(late)
+    ledger.reset()
+    load_state(tmp_path / "run", pool.context, ledger)
+    before = Snapshot(pool)
+    commit(late, [2], owners=owners)
+    assert before.changed(pending=True) == [] and pool.errors() == {"stale_generation": 1}
+    assert ledger.row("first") == row and pool.pending[row] == 3
 
 
 def test_what_cannot_be_saved_or_loaded_is_named(tmp_path):

@@ -120,3 +120,58 @@ def test_a_reused_record_row_folds_nothing_of_its_last_owner(backend_device):
     truths[row].assert_state(pool, 8)
     for before, now in zip(left, pool.layers[0].kv_cache, strict=True):
         assert same_bytes(before[5], now[5])
+
+
+def test_generations_start_again_past_the_largest_int32():
+    """Every owner has a generation of its own that is odd, and no row loses its owner's on the way (B27)."""
+    slots = RecordSlots(1, CPU)
+    slots.restore({"requests": {}, "preempted": [], "free": [0], "generations": [2**31 - 4]})
+    seen = []
+    for name in range(4):
+        row = slots.admit(name)
+        assert [slots.generation[row].item()] == slots.generations([name])
+        seen.append(slots.generation[row].item())
+        slots.release(name)
+        assert slots.generation[row].item() % 2 == 0 and slots.generation[row].item() > 0
+    assert seen == [2**31 - 3, 2**31 - 1, 3, 5]
+    assert slots.num_free == 1
+
+
+@pytest.mark.parametrize("saved", [1, 3, 5])
+def test_a_step_staged_before_a_ledger_was_restored_stays_late(saved):
+    """Its generation is nobody's afterwards, whatever the restored ledger had reached; the owners stay odd."""
+    slots = RecordSlots(2, CPU)
+    row = slots.admit("old")
+    slots.release("old")
+    slots.admit("old")
+    (staged,) = slots.generations(["old"])
+    assert staged == 3
+    slots.reset()
+    owned = {"requests": {"new": row}, "preempted": [], "free": [1 - row]}
+    slots.restore(owned | {"generations": [saved if r == row else 0 for r in range(2)]})
+    (now,) = slots.generations(["new"])
+    assert now not in (1, 3) and now % 2 == 1
+    assert slots.generation.tolist() == [now if r == row else 0 for r in range(2)]
+
+
+def test_what_makes_no_ledger_is_refused_and_changes_nothing():
+    """Rows owned twice, ids owned and preempted, generations of the wrong kind, and things that are no contents."""
+    slots = RecordSlots(2, CPU)
+    slots.admit("a")
+    good, before = slots.contents(), slots.contents()
+    for change in (
+        {"requests": {"a": 1}},
+        {"requests": {"a": "0"}},
+        {"requests": [1]},
+        {"preempted": ["a"]},
+        {"preempted": [[1]]},
+        {"free": 1},
+        {"generations": [1]},
+        {"generations": [1, None]},
+        {"generations": [2**40 + 1, 0]},
+        {"generations": [2, 0]},
+        {"generations": [1, -2]},
+    ):
+        with pytest.raises(ValueError, match=r"^contents: expected"):
+            slots.restore(good | change)
+        assert slots.contents() == before

@@ -311,7 +311,10 @@ class VerifyF32(VerifyRoles):
         length = ptx.load_shared(at + rings.LENGTH, Int32)
         h = ptx.load_shared(at + rings.HEAD, Int32)
         first = ptx.load_shared(at + rings.FIRST, Int32)
+        if i == 0:
+            cute.arch.griddepcontrol_wait()
         if lane == 0:
+            # Behind the wait: of an item without tokens this completes the barriers, and its history is compacted.
             ptx.mbar_expect(token_full, length * (3 * self.token_bytes))
             ptx.mbar_expect(value_full, length * self.token_bytes)
         cute.arch.sync_warp()
@@ -328,8 +331,6 @@ class VerifyF32(VerifyRoles):
             target = ptx.select(mine, shared + (bases[kind] + self.window_bytes * stage), target)
             barrier = ptx.select(mine, token_full, barrier)
         address = source + Int64(first + t) * stride + Int64(h) * self.token_bytes
-        if i == 0:
-            cute.arch.griddepcontrol_wait()
         if t < length:
             ptx.bulk_load(target + t * self.token_bytes, address, Int32(self.token_bytes), barrier)
 

@@ -342,6 +342,14 @@ REFUSED = {
         "record_rows": np.zeros(2),
     },
     "block_table: expected a tensor or a sequence of 32-bit ints, got list": {"num_reqs": 1, "block_table": [1]},
+    "state_indices: expected a tensor or a sequence of 32-bit ints, got ndarray (memory": {
+        "num_reqs": 1,
+        "state_indices": np.array([1, None]),
+    },
+    "state_indices: expected a tensor or a sequence of 32-bit ints, got ndarray (cannot": {
+        "num_reqs": 1,
+        "state_indices": np.array(["2026-01-01"], dtype="datetime64[D]"),
+    },
     "state_indices: expected a dense tensor": {
         "num_reqs": 1,
         "state_indices": torch.zeros(2, dtype=torch.int32).to_sparse(),

@@ -166,3 +166,11 @@ def test_tokens_are_loaded_behind_the_loaders_wait(ptx):
     loads = places(ptx, r"cp\.async\.bulk\.shared::cluster\.global")
     assert sum(load < waits[1] for load in loads) == 4
     assert sum(waits[1] < load < waits[2] for load in loads) == 1 and len(loads) == 5
+
+
+def test_no_item_is_complete_before_the_loaders_wait(ptx):
+    """An item without tokens expects no bytes: its barriers would complete, and its history be moved, too early."""
+    waits = places(ptx, r"griddepcontrol\.wait")
+    expected = places(ptx, r"mbarrier\.arrive\.expect_tx")
+    assert sum(at < waits[1] for at in expected) == 3, "state, record and correction"
+    assert sum(waits[1] < at < waits[2] for at in expected) == 2 and len(expected) == 5, "tokens and values"
