@@ -624,6 +624,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2 and sys.argv[2] == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if sys.argv[1:3] == ["triton", "cpu"] and os.environ.get("TRITON_INTERPRET") != "1":
+        # Read by Triton when it is imported, which has happened above.
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     sys.exit(main())
