@@ -56,7 +56,9 @@ class Step:
         self.cases = [steps.make_case(2 * batch + 1, 2 * batch, HEADS, Q) for _ in range(LAYERS)]
         self.tokens = [steps.make_tokens(Q * batch, HEADS) for _ in range(LAYERS)]
         self.errors = torch.zeros(2 * NUM_KINDS, dtype=torch.int32, device="cuda")
-        self.loc = int32([Q * b for b in range(batch + 1)])
+        # With a convolution the first of several rows has no tokens: its history is compacted all the same.
+        lengths = [0 if conv and b == 0 and batch > 1 else Q for b in range(batch)]
+        self.loc = int32([sum(lengths[:b]) for b in range(batch + 1)])
         first, second = list(range(batch)), list(range(batch, 2 * batch))
         counts = [list(range(1, 2 * batch + 1)), [Q] * 2 * batch]
         # slots, record rows and pending counts, one behind the other.
