@@ -59,8 +59,9 @@ def wrong_tensors(t: Tensor) -> Iterator[Named]:
         if dtype != t.dtype:
             yield Named(str(dtype), t.to(dtype))
     yield from wrong_layouts(t)
-    for device in ("meta",):
-        yield Named(device, t.to(device))
+    yield Named("meta", t.to("meta"))
+    if t.is_cuda:
+        yield Named("on the host", t.cpu())
     yield Named("sparse", t.to_sparse())
     yield from wrong_values(t)
 
@@ -623,6 +624,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2 and sys.argv[2] == "cpu":
-        os.environ.setdefault("TRITON_INTERPRET", "1")
+    if sys.argv[1:3] == ["triton", "cpu"] and os.environ.get("TRITON_INTERPRET") != "1":
+        # Read by Triton when it is imported, which has happened above.
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.argv])
     sys.exit(main())

@@ -83,9 +83,8 @@ def has_one_predecessor(stream: int) -> bool:
 
 def may_start_early(stream: int, touched: Touched) -> bool:
     """Whether a verify launched next on the capturing `stream` may read before its wait."""
-    if _last is None or position(stream) != _last[0]:
-        return False
-    return not touched.conflicts(_last[1])
+    last = _last  # once: another thread may capture as well
+    return last is not None and position(stream) == last[0] and not touched.conflicts(last[1])
 
 
 def launched(stream: int, touched: Touched) -> None:

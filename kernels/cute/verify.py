@@ -83,18 +83,9 @@ class VerifyF32(VerifyRoles):
 
     @cute.kernel
     def kernel(
-        self,
-        tokens,
-        token_strides,
-        layer,
-        layer_strides,
-        indices,
-        index_strides,
-        conv,
-        limits,
-        flags,
+        self, tokens, token_strides, layer, layer_strides, indices, index_strides, conv, limits, flags,
         lower_bound: Float32,
-    ):
+    ):  # fmt: skip
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread >> 5)
         lane = thread & 31
@@ -103,6 +94,11 @@ class VerifyF32(VerifyRoles):
             for at, count in self._barriers:
                 ptx.mbar_init(shared + at, count)
             ptx.mbar_init_fence()
+        if cutlass.const_expr(self.split == 1):
+            # What L1 kept from launches before must go: an early kernel reads without a wait that would drop it. With
+            # two blocks on a head the barrier of their cluster does.
+            if thread == 32:
+                cute.arch.fence_acq_rel_gpu()
         early, wide_beta = flags
         if early == 0:
             # Nothing of global memory has been read so far.
@@ -311,7 +307,10 @@ class VerifyF32(VerifyRoles):
         length = ptx.load_shared(at + rings.LENGTH, Int32)
         h = ptx.load_shared(at + rings.HEAD, Int32)
         first = ptx.load_shared(at + rings.FIRST, Int32)
+        if i == 0:
+            cute.arch.griddepcontrol_wait()
         if lane == 0:
+            # Behind the wait: of an item without tokens this completes the barriers, and its history is compacted.
             ptx.mbar_expect(token_full, length * (3 * self.token_bytes))
             ptx.mbar_expect(value_full, length * self.token_bytes)
         cute.arch.sync_warp()
@@ -328,8 +327,6 @@ class VerifyF32(VerifyRoles):
             target = ptx.select(mine, shared + (bases[kind] + self.window_bytes * stage), target)
             barrier = ptx.select(mine, token_full, barrier)
         address = source + Int64(first + t) * stride + Int64(h) * self.token_bytes
-        if i == 0:
-            cute.arch.griddepcontrol_wait()
         if t < length:
             ptx.bulk_load(target + t * self.token_bytes, address, Int32(self.token_bytes), barrier)
 

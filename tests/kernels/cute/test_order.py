@@ -153,6 +153,13 @@ def test_the_wait_stands_before_the_first_access_of_global_memory(ptx):
     assert any(line.startswith("ld.param") and flag in line for line in ptx[:wait]), "the flag is an argument"
 
 
+def test_what_l1_kept_is_dropped_before_the_first_read(ptx):
+    """Early reads have no wait in front that would do it: a fence does, or the barrier of a cluster, which acquires."""
+    drops = places(ptx, r"fence\.acq_rel\.gpu|barrier\.cluster\.wait")
+    assert drops and drops[0] < places(ptx, GLOBAL)[0]
+    assert not any("relaxed" in ptx[at] for at in drops)
+
+
 def test_dependents_are_released_right_after_a_wait(ptx):
     """B60: one release, and no instruction between it and the wait in front of it."""
     (release,) = places(ptx, r"griddepcontrol\.launch_dependents")
@@ -166,3 +173,11 @@ def test_tokens_are_loaded_behind_the_loaders_wait(ptx):
     loads = places(ptx, r"cp\.async\.bulk\.shared::cluster\.global")
     assert sum(load < waits[1] for load in loads) == 4
     assert sum(waits[1] < load < waits[2] for load in loads) == 1 and len(loads) == 5
+
+
+def test_no_item_is_complete_before_the_loaders_wait(ptx):
+    """An item without tokens expects no bytes: its barriers would complete, and its history be moved, too early."""
+    waits = places(ptx, r"griddepcontrol\.wait")
+    expected = places(ptx, r"mbarrier\.arrive\.expect_tx")
+    assert sum(at < waits[1] for at in expected) == 3, "state, record and correction"
+    assert sum(waits[1] < at < waits[2] for at in expected) == 2 and len(expected) == 5, "tokens and values"
