@@ -119,6 +119,8 @@ class SizedRecordings:
     def replay(self, name: str, num_reqs: int) -> Recording | None:
         """Replay the smallest recording that fits; None where there is none, and `last_miss_reason` says why.
 
+        Of no rows nothing is replayed: the first rows are still those of the step before.
+
         Raises:
             ValueError: for a batch outside 0..most.
             RuntimeError: before the first capture, and after `close`.
@@ -126,6 +128,8 @@ class SizedRecordings:
         recording = self.find(name, num_reqs)
         if recording is None:
             self._miss(name, num_reqs)
+            return None
+        if num_reqs == 0:
             return None
         recording.replay()
         return recording

@@ -59,12 +59,12 @@ _counters: dict[torch.device, _Counter] = {}
 
 
 def canonical(device: torch.device | str) -> torch.device:
-    """The device with its index, so that equal devices compare equal."""
+    """The device as its tensors name it, so that equal devices compare equal."""
     if not isinstance(device, torch.device):
         device = check_device("device", device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("cpu") if device.type == "cpu" else device
 
 
 def error_counter(device: torch.device | str) -> Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import checked
 from .checks import check_count, check_is_tensor, check_kind, check_several, check_tensor, fail
 from .layers import LayerStack
 from .sentinels import NULL_BLOCK_ID, SCRATCH_ROW
@@ -46,6 +47,7 @@ class StateAccess:
 
     stack: LayerStack
     plan: Plan
+    check: bool | None
 
     def drain(self, state_indices: Tensor, record_rows: Tensor, pending: Tensor, owners: Owners | None = None) -> None:
         raise NotImplementedError
@@ -105,6 +107,7 @@ class StateAccess:
 
         Raises:
             ValueError: naming the argument.
+            RuntimeError: in checked mode, if the row's last verify was not committed.
         """
         self._check_slot("slot", slot)
         check_kind("state", state, RequestState)
@@ -117,6 +120,8 @@ class StateAccess:
             for i, (one, pool) in enumerate(zip(given, tensors, strict=True)):
                 check_is_tensor(f"{name}[{i}]", one)
                 check_tensor(f"{name}[{i}]", one, tuple(pool.shape[1:]), (pool.dtype,), one.device)
+        self._check_row("row", row, pending)
+        self._check_committed(row)
         self._forget_pending(row, pending)
         for given, tensors in zip((state.checkpoints, state.histories), self.persistent.values(), strict=True):
             for one, pool in zip(given, tensors, strict=True):
@@ -133,13 +138,14 @@ class StateAccess:
 
         Raises:
             ValueError: naming the argument.
-            RuntimeError: in checked mode, if the row's last verify was not committed.
+            RuntimeError: in checked mode, if the last verify of one of the rows was not committed.
         """
         self._check_slot("target", target)
         self._check_row("row", row, pending)
         self._check_row("target_row", target_row, pending)
         if 0 <= row == target_row:
             fail("target_row", "another row than the source's", target_row)
+        self._check_committed(target_row)
         self._drain_one("source", source, row, pending)
         self._forget_pending(target_row, pending)
         for tensors in self.persistent.values():
@@ -158,8 +164,8 @@ class StateAccess:
 
         A block that is not in the list was not written: it is null in the table, past its end, or the row did not
         reach its end. On the device the same list is `boundary_state_indices[:num_reqs]` (0: none) with
-        `boundary_recovery_lens`. Flush, drain and the next commit overwrite it: after several steps of a recording it
-        is that of the last one.
+        `boundary_recovery_lens`. Flush, drain, a capture and the next commit overwrite it: after several steps of a
+        recording it is that of the last one.
 
         Args:
             num_reqs: rows of that commit, not padded: entries behind them may be those of an earlier, larger step.
@@ -180,8 +186,11 @@ class StateAccess:
             slots, rows = (torch.full((1,), i, dtype=torch.int32, device=device) for i in (slot, row))
             self.drain(slots, rows, pending)
 
+    def _check_committed(self, row: int) -> None:
+        if row >= 0 and checked.enabled(self.check):
+            checked.check_committed([row], self.stack.corrections)
+
     def _forget_pending(self, row: int, pending: Tensor) -> None:
-        self._check_row("row", row, pending)
         if row >= 0:
             pending[row].zero_()
 

@@ -6,7 +6,8 @@ from rig import Pool, Target
 from steps import Batch, Row, commit, core_verify, verify
 from truth import start
 
-from graphrt import ErrorKind, error_counter, error_counts, error_report, reset_errors
+from graphrt import ErrorKind, RecordSlots, error_counter, error_counts, error_report, reset_errors
+from graphrt.capture import StepInputs
 from graphrt.errors import NUM_KINDS, _seen_from
 
 HUGE = 1 << 30
@@ -117,3 +118,11 @@ def test_a_replay_counts_into_the_same_memory():
     for _ in range(3):
         graph.replay()
     assert error_counts("cuda")["slot"] == 3
+
+
+def test_a_device_has_one_counter_whatever_it_is_called():
+    """ "cpu" and "cpu:0" are one place: what a staging counts under one name is read under the other."""
+    reset_errors("cpu")
+    inputs = StepInputs(1, 4, "cpu:0", ledger=RecordSlots(1, "cpu"))
+    inputs.stage(num_reqs=1, state_indices=[1], record_rows=[0], generation=[7])
+    assert error_counts("cpu")["stale_generation"] == error_counts("cpu:0")["stale_generation"] == 1

@@ -110,18 +110,25 @@ def test_draining_thrice_and_flushing_a_step_twice_fold_once(backend_device):
 
 
 def test_an_open_step_is_not_exported(backend_device):
-    """Between verify and commit checked mode refuses to read, to copy and to preempt (B91)."""
+    """Between verify and commit checked mode refuses to read, to copy and to replace a state (B91): the commit would
+    make records of the old one pending on the new one.
+    """
     backend_device.spare(True)
     pool = Pool(backend_device, backend_device.shape(layers=1, heads=1), check=True)
     start(pool, {1: 4})
-    core_verify(Batch(pool, [Row(4, 1, 2)]), 0, deferred=True, check=True)
     context = pool.context
+    state = context.read_state(4, 1, pool.pending)
+    core_verify(Batch(pool, [Row(4, 1, 2)]), 0, deferred=True, check=True)
+    before = Snapshot(pool)
     for call in (
         lambda: context.read_state(4, 1, pool.pending),
         lambda: context.copy_state(4, 5, 1, pool.pending),
+        lambda: context.copy_state(5, 4, SCRATCH_ROW, pool.pending, target_row=1),
+        lambda: context.write_state(4, state, 1, pool.pending),
     ):
         with pytest.raises(RuntimeError, match=r"^record row 1 was verified and not committed"):
             call()
+    assert before.changed() == []
 
 
 def test_bad_arguments_are_named():

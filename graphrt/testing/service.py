@@ -74,8 +74,7 @@ class Service:
         num_slots = pool.layers[0].kv_cache[1].shape[0]
         self.bounds = Bounds(self.window, max_rows, num_slots, rows)
         self.free = list(range(1, num_slots))
-        self.names, self.counts, self.sizes = 0, Counts(), set[int]()
-        self.comparisons = Comparisons()
+        self.names, self.counts, self.comparisons, self.sizes = 0, Counts(), Comparisons(), set[int]()
         graphrt.reset_errors(device)
         self.capture(sizes)
 
@@ -147,8 +146,7 @@ class Service:
         """Write everything to a file, lose it, and read it back; what is pending stays pending."""
         graphrt.save_state(path, self.context, self.slots)
         for layer in self.pool.layers:
-            records = layer.recoverssm_records
-            for part in (*layer.kv_cache, records.correction, records.key_gate):
+            for part in (*layer.kv_cache, layer.recoverssm_records.correction, layer.recoverssm_records.key_gate):
                 part.fill_(NAN)
         self.slots.reset()
         graphrt.load_state(path, self.context, self.slots)

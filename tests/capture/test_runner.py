@@ -320,6 +320,19 @@ def test_an_empty_batch_commits_nothing(device):
     assert_same(engine.state(), before, "after an empty step")
 
 
+def test_no_rows_of_a_staged_step_are_none(device):
+    """Asked for no row, a replay commits no row of what is still staged, as the eager run does."""
+    engine = Engine(device)
+    runner = make(engine, [1, 2])
+    runner.capture(progress=False)
+    runner.inputs.stage(**Batch(random.Random(1), engine, 2, 2).host())
+    engine.pending.fill_(2)
+    before = engine.state()
+    for call in (runner.commit, runner.flush, runner.drain):
+        call(0)
+    assert_same(engine.state(), before, "after no rows")
+
+
 def test_a_wrong_order_of_calls_is_an_error(device):
     """Replay before capture, and anything but close after close."""
     runner = make(Engine(device), [2])
@@ -398,7 +411,9 @@ def test_memory_is_reported_by_graph_and_in_total(device):
 
 
 def test_sizes_are_recorded_largest_first_and_the_smallest_that_fits_is_replayed(device, monkeypatch):
-    """All in one pool; a batch between two sizes takes the larger one, also after a size was added."""
+    """All in one pool; a batch between two sizes takes the larger one, also after a size was added, and one of no rows
+    none.
+    """
     made, replayed = [], []
     make_recording = sizes_module.record
 
@@ -417,7 +432,7 @@ def test_sizes_are_recorded_largest_first_and_the_smallest_that_fits_is_replayed
     assert len({pool for _, pool in made}) == 1
     for n in range(7):
         runner.commit(n)
-    assert replayed == [f"commit/{n}" for n in (1, 1, 3, 3, 6, 6, 6)]
+    assert replayed == [f"commit/{n}" for n in (1, 3, 3, 6, 6, 6)]
 
 
 @pytest.mark.parametrize("dcp", [False, True], ids=["padding", "dcp dummies"])
