@@ -72,8 +72,9 @@ class DecodeStep:
     The launches of a step, in order:
 
     1. stage: `inputs` are copied to the step's own rows, and `pending` of every live row moves into `rows.pending`
-       and becomes zero. A step whose commit never comes has thereby accepted nothing. Rows whose record row has a new
-       owner become padding (`StepInputs.ledger`). In align mode rows near a block boundary become eager.
+       and becomes zero. A step whose commit never comes has thereby accepted nothing; a step that raises before its
+       verifies has lost what was pending, and the state of its rows with it. Rows whose record row has a new owner
+       become padding (`StepInputs.ledger`). In align mode rows near a block boundary become eager.
     2. with `flush`: rows whose entry in `flush_rows` is set are drained from `rows.pending` into their checkpoints.
        This is the flush for verifies that replay nothing. Which rows it reaches is a value on the device, so one
        recording serves steps that flush and steps that replay.

@@ -158,11 +158,17 @@ def _load(path: Path, file: Any, context: KDARecoverSSMCommitContext, ledger: Re
     except ValueError as error:
         _refuse_damaged(path, error)
     for name, t, rows in targets:
-        value = file.get_tensor(name).to(t.device)
-        if rows is None:
-            t.copy_(value)
-        else:
-            t[torch.tensor(rows, dtype=torch.int64, device=t.device)] = value
+        with torch.inference_mode():  # pools may come from there
+            _put(t, rows, file.get_tensor(name))
+
+
+def _put(t: Tensor, rows: list[int] | None, value: Tensor) -> None:
+    """All of a tensor, or its rows."""
+    value = value.to(t.device)
+    if rows is None:
+        t.copy_(value)
+    else:
+        t[torch.tensor(rows, dtype=torch.int64, device=t.device)] = value
 
 
 def _metadata(path: Path, saved: dict[str, str]) -> tuple[dict[str, Any], str, list[int], Any]:

@@ -6,6 +6,7 @@ to another place (a copy, an export, a prefix cache) must have it drained, and e
 To publish a block in place, `drain` it.
 """
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,11 @@ class BoundaryBlock:
     """The block's state slot."""
     num_accepted: int
     """Tokens of the row's window up to the boundary: it lies at `num_computed_tokens + num_accepted`."""
+
+
+def _writing() -> AbstractContextManager[None]:
+    """Where torch lets pools be written, wherever the engine allocated them: in inference mode or not."""
+    return torch.inference_mode()
 
 
 class StateAccess:
@@ -123,9 +129,10 @@ class StateAccess:
         self._check_row("row", row, pending)
         self._check_committed(row)
         self._forget_pending(row, pending)
-        for given, tensors in zip((state.checkpoints, state.histories), self.persistent.values(), strict=True):
-            for one, pool in zip(given, tensors, strict=True):
-                pool[slot].copy_(one)
+        with _writing():
+            for given, tensors in zip((state.checkpoints, state.histories), self.persistent.values(), strict=True):
+                for one, pool in zip(given, tensors, strict=True):
+                    pool[slot].copy_(one)
 
     def copy_state(self, source: int, target: int, row: int, pending: Tensor, target_row: int = SCRATCH_ROW) -> None:
         """Copy a slot's state to another slot, what is pending folded into the source first.
@@ -148,16 +155,18 @@ class StateAccess:
         self._check_committed(target_row)
         self._drain_one("source", source, row, pending)
         self._forget_pending(target_row, pending)
-        for tensors in self.persistent.values():
-            for pool in tensors:
-                pool[target].copy_(pool[source])
+        with _writing():
+            for tensors in self.persistent.values():
+                for pool in tensors:
+                    pool[target].copy_(pool[source])
 
     def zero_state(self, slot: int) -> None:
         """The state of a request without tokens: zero checkpoint, zero convolution history. In stream order."""
         self._check_slot("slot", slot)
-        for tensors in self.persistent.values():
-            for pool in tensors:
-                pool[slot].zero_()
+        with _writing():
+            for tensors in self.persistent.values():
+                for pool in tensors:
+                    pool[slot].zero_()
 
     def boundary_blocks(self, num_reqs: int) -> list[BoundaryBlock]:
         """Align mode: the blocks whose boundary state the last commit wrote, in row order. Synchronises.

@@ -131,6 +131,22 @@ def test_an_open_step_is_not_exported(backend_device):
     assert before.changed() == []
 
 
+def test_pools_that_were_allocated_in_inference_mode_may_be_written_outside_of_it():
+    """Where the pools come from is the engine's affair: a scheduler clears, copies and restores states anywhere."""
+    target = Target("torch", "cpu")
+    with torch.inference_mode():
+        pool = Pool(target, target.shape(layers=1, heads=1))
+    context, pending = pool.context, torch.zeros(pool.shape.rows, dtype=torch.int32)
+    context.zero_state(4)
+    state = context.read_state(4, SCRATCH_ROW, pending)
+    state.checkpoints[0].fill_(3)
+    context.write_state(5, state, 1, pending)
+    context.copy_state(5, 6, SCRATCH_ROW, pending)
+    assert not context.checkpoints[0][4].any()
+    for slot in (5, 6):
+        assert torch.equal(context.checkpoints[0][slot], state.checkpoints[0])
+
+
 def test_bad_arguments_are_named():
     """Null and absent slots, rows that are not there, and states of another shape raise before anything changes."""
     pool, _ = decoding(Target("torch", "cpu"), layers=1)
