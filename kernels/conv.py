@@ -102,9 +102,10 @@ def graphrt_verify_conv_kernel(
     p_state = conv_ptr + slot.to(tl.int64) * conv_stride + o_d.to(tl.int64) * dim_stride
     p_x = x_ptr + begin.to(tl.int64) * x_stride + o_d
     p_out = out_ptr + begin.to(tl.int64) * out_stride + o_d
+    p_history = p_state + start * column_stride
     o_h = tl.arange(0, BLOCK_H)
     mask_h = mask_d[:, None] & (o_h[None, :] < hist)
-    b_history = tl.load(p_state[:, None] + (start + o_h)[None, :] * column_stride, mask=mask_h)  # [BLOCK_D, BLOCK_H]
+    b_history = tl.load(p_history[:, None] + o_h[None, :] * column_stride, mask=mask_h)  # [BLOCK_D, BLOCK_H]
     # All tokens of a tile at once: one after the other, a window would take as many trips to memory as it has tokens.
     for first_t in range(0, length, BLOCK_T):
         o_t = first_t + tl.arange(0, BLOCK_T)
@@ -114,10 +115,11 @@ def graphrt_verify_conv_kernel(
             b_y += tl.load(bias_ptr + o_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
         for w in tl.static_range(W):
             o_x = (o_t - hist + w)[:, None]  # which input; below zero one of the history
-            b_old = tl.load(p_state[None, :] + (start + hist + o_x) * column_stride, mask=mask_t & (o_x < 0), other=0.0)
-            b_new = tl.load(p_x[None, :] + o_x * x_stride, mask=mask_t & (o_x >= 0), other=0.0)
+            # Chosen by address, not by value: half the loads, in one layout, and fewer registers.
+            p_in = tl.where(o_x < 0, p_history[None, :] + (o_x + hist) * column_stride, p_x[None, :] + o_x * x_stride)
+            b_x = tl.load(p_in, mask=mask_t, other=0.0)
             b_w = tl.load(weight_ptr + o_d * weight_dim_stride + w * weight_stride, mask=mask_d, other=0.0)
-            b_y += b_w.to(tl.float32)[None, :] * tl.where(o_x < 0, b_old, b_new).to(tl.float32)
+            b_y += b_w.to(tl.float32)[None, :] * b_x.to(tl.float32)
         b_y = b_y / (1.0 + tl.exp(-b_y))
         tl.store(p_out[None, :] + o_t[:, None] * out_stride, b_y.to(out_ptr.dtype.element_ty), mask=mask_t)
 
