@@ -2,7 +2,8 @@
 
 A kernel never leaves its buffers because of a bad value: it clamps the value or skips the row, and counts the event
 here. Counting costs nothing while nothing is wrong. One counter per device, shared by all contexts and verifies. It
-lies in pinned host memory that the device writes through: the host reads it without a synchronisation.
+lies in pinned host memory that the device writes through: the host reads it without a synchronisation. Only the device
+adds to it, so its atomics have the scope of the device; most hosts have no atomics that a device could join.
 """
 
 from dataclasses import dataclass

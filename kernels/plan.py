@@ -46,7 +46,7 @@ def count(errors_ptr, KIND: tl.constexpr, mask, o_b):
     total = tl.sum(mask.to(tl.int32), axis=0)
     if total > 0:
         # The counter lies in host memory: nothing goes there while all is well.
-        before = tl.atomic_add(errors_ptr + KIND, total, sem="relaxed", scope="sys")
+        before = tl.atomic_add(errors_ptr + KIND, total, sem="relaxed", scope="gpu")
         if before == 0:
             tl.store(errors_ptr + _NUM_KINDS + KIND, tl.min(tl.where(mask, o_b, 2147483647), axis=0))
 

@@ -88,6 +88,6 @@ def count_error(errors_ptr, KIND: tl.constexpr, condition, row):
     """Add one to the device error counter where the scalar `condition` holds; whoever is first notes its row."""
     if condition:
         # The counter lies in host memory: nothing goes there while all is well.
-        before = tl.atomic_add(errors_ptr + KIND, 1, sem="relaxed", scope="sys")
+        before = tl.atomic_add(errors_ptr + KIND, 1, sem="relaxed", scope="gpu")
         if before == 0:
             tl.store(errors_ptr + _NUM_KINDS + KIND, row)

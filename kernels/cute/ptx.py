@@ -84,9 +84,9 @@ def store_global(address, *values, loc=None, ip=None):
 
 @dsl_user_op
 def fetch_add_global(address, value, *, loc=None, ip=None):
-    """Atomic add to an int32, also in host memory; what was there before."""
+    """Atomic add to an int32 among the threads of the device, also in host memory; what was there before."""
     operands = [Int64(address).ir_value(loc=loc, ip=ip), Int32(value).ir_value(loc=loc, ip=ip)]
-    text = "atom.relaxed.sys.global.add.s32 $0, [$1], $2;"
+    text = "atom.relaxed.gpu.global.add.s32 $0, [$1], $2;"
     return Int32(_asm(T.i32(), operands, text, "=r,l,r,~{memory}", loc, ip))
 
 
