@@ -167,6 +167,18 @@ def test_the_batched_truths_are_the_token_by_token_oracles(lower_bound):
                 assert torch.equal(truths.history[row, i], oracles[row][i].history)
 
 
+@pytest.mark.parametrize("driver", ["now", "commit"])
+def test_a_row_too_long_with_too_high_a_count_accepts_one_window(driver):
+    """Both faults in one row: what lies behind Q is never accepted, and both are counted."""
+    service = Service(poisoned_pool(num_layers=1, num_heads=1, **DOUBLE), backend="torch")
+    for _ in range(2):
+        service.admit(lambda low, high: low)
+    for seed in range(20):
+        service.step(random.Random(seed).randint, driver=driver, faults=["query_len", "accepted"])
+        service.check()
+    service.close()
+
+
 @pytest.mark.parametrize("wrong", ["accepted", "slot", "pending"])
 def test_the_service_finds_a_wrong_step(wrong, monkeypatch):
     """One token too many, a state changed by a bit too much, or a count that was lost fails the next check."""

@@ -147,7 +147,9 @@ def inject(fault: str, members: list[Member], live: Sequence[Request], pick: Pic
     member = honest[pick(0, len(honest) - 1)]
     if fault == "accepted":
         high, far = bool(pick(0, 1)), pick(1, 1 << 20)
-        member.given, member.accepted = (member.length + far, member.length) if high else (-far, 0)
+        # A row may already be longer than Q: what stands of it is a window.
+        standing = min(member.length, bounds.window)
+        member.given, member.accepted = (member.length + far, standing) if high else (-far, 0)
         member.spoilt = False
     elif fault == "request":
         member.stray, member.accepted, member.given = True, 0, 0
