@@ -102,16 +102,16 @@ def test_a_runner_shows_what_it_replays(domain):
     runner = CommitRunner(context, pending, inputs, [4])
     runner.capture(progress=False)
     domain.events.clear()
-    inputs.stage(num_reqs=0)
+    inputs.stage(num_reqs=1, state_indices=[0], record_rows=[-1], query_start_loc=[0, 0])
     for act in (runner.commit, runner.flush, runner.drain):
-        act(0)
+        act(1)
     assert domain.pushed() == [
-        ("stage", "graphrt.stage", payload(0)),
-        ("commit", "graphrt.commit", payload(0, 0, 0)),
+        ("stage", "graphrt.stage", payload(1)),
+        ("commit", "graphrt.commit", payload(1, 1, 0)),
         ("replay", "commit/4", None),
-        ("flush", "graphrt.flush", payload(0, 0, 0)),
+        ("flush", "graphrt.flush", payload(1, 1, 0)),
         ("replay", "flush/4", None),
-        ("fold", "graphrt.drain", payload(0, 0, 0)),
+        ("fold", "graphrt.drain", payload(1, 1, 0)),
         ("replay", "drain/4", None),
     ]
     assert [event[0] for event in domain.events[2:6]] == ["push", "push", "pop", "pop"]
