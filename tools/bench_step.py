@@ -146,7 +146,7 @@ def plot(rows, path):
         plt.loglog(batches, [row[name] for row in rows], style, label=name)
     plt.xlabel("requests")
     plt.ylabel("µs a step, all layers")
-    plt.legend(loc="upper left")
+    plt.legend(loc="lower right", bbox_to_anchor=(1, 0.1), fontsize="small")
     plt.savefig(path, dpi=120)
 
 
