@@ -5,6 +5,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from graphrt.cuda_types import EdgeData
+
 # CUgraphNodeType of the driver API, in order.
 _NODE_TYPES = (
     "kernel",
@@ -26,17 +28,6 @@ _MEMORY = {1: "host", 2: "device", 3: "array", 4: "unified"}
 _UNIFIED = 4
 _POINTER_MEMORY_TYPE = 2
 _PROGRAMMATIC = 1
-
-
-class _EdgeData(ctypes.Structure):
-    """CUgraphEdgeData."""
-
-    _fields_ = (
-        ("from_port", ctypes.c_ubyte),
-        ("to_port", ctypes.c_ubyte),
-        ("type", ctypes.c_ubyte),
-        ("reserved", ctypes.c_ubyte * 5),
-    )
 
 
 class _KernelParams(ctypes.Structure):
@@ -149,7 +140,7 @@ def edges(graph: int) -> list[tuple[int, int, bool]]:
     while True:
         # Asking for the number alone could fail as a query that loses the edges' data.
         sources, targets = (ctypes.c_void_p * capacity)(), (ctypes.c_void_p * capacity)()
-        data, count = (_EdgeData * capacity)(), ctypes.c_size_t(capacity)
+        data, count = (EdgeData * capacity)(), ctypes.c_size_t(capacity)
         arrays = [sources, targets, data] if with_data else [sources, targets]
         function = "cuGraphGetEdges_v2" if with_data else "cuGraphGetEdges"
         _call(function, ctypes.c_void_p(graph), *arrays, ctypes.byref(count))

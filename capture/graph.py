@@ -26,7 +26,7 @@ _one_capture_at_a_time = threading.Lock()
 # Open recordings in each shared pool that has had one. At zero torch retires the pool and will not take it again.
 _users: dict[tuple[int, ...], int] = {}
 # Broken-off graphs that keep a shared pool alive until a recording in it succeeds, by pool.
-_placeholders: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
+_keepers: dict[tuple[int, ...], torch.cuda.CUDAGraph] = {}
 
 
 @functools.cache
@@ -184,13 +184,13 @@ def _discard(graph: torch.cuda.CUDAGraph, shared_pool: Any) -> None:
         graph.reset()
         return
     _let_go(shared_pool)  # only now: the pool always has one user
-    _placeholders[tuple(shared_pool)] = graph
+    _keepers[tuple(shared_pool)] = graph
 
 
 def _let_go(shared_pool: Any) -> None:
-    """The pool has a graph of its own again, or gets another placeholder."""
-    if shared_pool is not None and (placeholder := _placeholders.pop(tuple(shared_pool), None)) is not None:
-        placeholder.reset()
+    """Drop the graph that keeps the pool in use: it has one of its own again, or gets another such graph."""
+    if shared_pool is not None and (keeper := _keepers.pop(tuple(shared_pool), None)) is not None:
+        keeper.reset()
 
 
 def _leave(pool: tuple[int, ...]) -> None:

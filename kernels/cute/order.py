@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from graphrt.cuda_types import EdgeData
+
 
 class Span(NamedTuple):
     """Memory of a tensor: `count` pieces of `size` bytes, `stride` bytes apart from `start` on."""
@@ -94,17 +96,6 @@ def launched(stream: int, touched: Touched) -> None:
     _last = None if here is None else (here, touched)
 
 
-class _EdgeData(ctypes.Structure):
-    """CUgraphEdgeData."""
-
-    _fields_ = (
-        ("from_port", ctypes.c_ubyte),
-        ("to_port", ctypes.c_ubyte),
-        ("type", ctypes.c_ubyte),
-        ("reserved", ctypes.c_ubyte * 5),
-    )
-
-
 @functools.cache
 def _query() -> "ctypes._NamedFuncPointer | None":
     """The driver's question with the kinds of edges in its answer, which drivers before CUDA 12.3 do not have."""
@@ -117,7 +108,7 @@ def position(stream: int) -> Position | None:
     if query is None:
         return None
     status, capture, count = ctypes.c_int(0), ctypes.c_uint64(0), ctypes.c_size_t(0)
-    nodes, edges = ctypes.POINTER(ctypes.c_void_p)(), ctypes.POINTER(_EdgeData)()
+    nodes, edges = ctypes.POINTER(ctypes.c_void_p)(), ctypes.POINTER(EdgeData)()
     answer = (ctypes.byref(x) for x in (status, capture, ctypes.c_void_p(), nodes, edges, count))
     failed = query(ctypes.c_void_p(stream), *answer)
     if failed or status.value != 1 or count.value != 1 or (edges and edges[0].type):
