@@ -32,14 +32,15 @@ def plan(
     heads: HeadsOption = None,
     head_dim: HeadDimOption = None,
     query_len: QueryLenOption = 8,
-    requests: Annotated[int, typer.Option("--requests", "-R", min=1, help="Most requests of a step.")] = 256,
+    requests: Annotated[int, typer.Option("--requests", "-R", min=1, max=2**20, help="Most requests of a step.")] = 256,
     slots: Annotated[
-        int | None, typer.Option(min=2, help="State slots, the null slot included; requests + 1 by default.")
+        int | None,
+        typer.Option(min=2, max=2**31 - 1, help="State slots, the null slot included; requests + 1 by default."),
     ] = None,
     checkpoint_dtype: CheckpointDtypeOption = Dtype.FP32,
     dtype: DtypeOption = Dtype.BF16,
     tp: TensorParallelOption = None,
-    blocks: Annotated[int, typer.Option(min=0, help="Columns of the staged block table (align mode).")] = 0,
+    blocks: Annotated[int, typer.Option(min=0, max=2**20, help="Columns of the staged block table (align mode).")] = 0,
     json_file: JsonOption = None,
 ) -> None:
     """Bytes of checkpoints, records and everything else on one device, and what other ways would take.

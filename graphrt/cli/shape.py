@@ -37,7 +37,7 @@ class Dtype(StrEnum):
 USUAL_TENSOR_PARALLEL = {Preset.KIMI_K3: 8, Preset.KIMI_LINEAR: 1}
 
 PresetOption = Annotated[Preset, typer.Option(help="The model whose sizes hold where no option says otherwise.")]
-LayersOption = Annotated[int | None, typer.Option("--layers", "-L", min=1, help="KDA layers.")]
+LayersOption = Annotated[int | None, typer.Option("--layers", "-L", min=1, max=10_000, help="KDA layers.")]
 HeadsOption = Annotated[int | None, typer.Option("--heads", "-H", min=1, help="Heads of the whole model.")]
 LocalHeadsOption = Annotated[int | None, typer.Option("--heads", "-H", min=1, help="Heads on this device.")]
 HeadDimOption = Annotated[int | None, typer.Option(min=16, help="Key and value dimension of a head, a power of two.")]
