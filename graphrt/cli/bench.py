@@ -9,7 +9,8 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from .benches import BENCHES, Bench, Figure
-from .common import JsonOption, as_json, refusal, show, working
+from .common import refusal, working
+from .outputs import JsonOption, show, writable_folder, write_json
 
 _NAMES = ", ".join(BENCHES)
 
@@ -17,7 +18,10 @@ _NAMES = ", ".join(BENCHES)
 def bench(
     names: Annotated[list[str] | None, typer.Argument(metavar="[BENCH]...", help=f"Some of {_NAMES}.")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep results, logs and plots (with matplotlib) here.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", callback=writable_folder, help="Keep results, logs and plots (with matplotlib) here."
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes and few repeats.")] = False,
     earlier: Annotated[
@@ -51,7 +55,7 @@ def bench(
     if out is not None:
         notes.append(f"results, logs and plots: {out}")
     show([_table(figures), *notes], json_file)
-    as_json({"figures": [figure._asdict() for figure in figures], "notes": notes}, json_file)
+    write_json({"figures": [figure._asdict() for figure in figures], "notes": notes}, json_file)
     if names and missed:
         raise typer.Exit(1)
 

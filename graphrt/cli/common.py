@@ -1,14 +1,12 @@
-"""What the subcommands share: devices, errors in one sentence, JSON beside the tables, progress."""
+"""What the subcommands share: devices, errors in one sentence, progress."""
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -34,12 +32,6 @@ class Backend(StrEnum):
 
 DeviceOption = Annotated[Device, typer.Option(help="Where to run.")]
 BackendOption = Annotated[Backend, typer.Option(help="Which kernels to run.")]
-JsonOption = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Also write the result here as JSON; - prints JSON and nothing else."),
-]
-
-STDOUT = Path("-")
 
 
 def torch_device(device: Device) -> "torch.device":
@@ -83,43 +75,6 @@ def refusal(text: str) -> typer.Exit:
     """Say on standard error why nothing was done; the caller raises what comes back, exit status 1."""
     Console(stderr=True).print(Text(f"error: {text}", style="red"), soft_wrap=True)
     return typer.Exit(1)
-
-
-def quiet(target: Path | None) -> bool:
-    """Whether standard output belongs to JSON."""
-    return target == STDOUT
-
-
-def as_json(value: Any, target: Path | None) -> None:
-    """Write `value` where `--json` asked for it."""
-    if target is None:
-        return
-    text = json.dumps(value, indent=2)
-    if quiet(target):
-        typer.echo(text)
-    else:
-        write_text(target, text + "\n")
-
-
-def show(parts: Iterable[RenderableType], target: Path | None) -> None:
-    """Print tables and lines, unless standard output belongs to JSON."""
-    if not quiet(target):
-        console = Console()
-        for part in parts:
-            # A line stays one line, for people copy commands from it.
-            console.print(part, soft_wrap=isinstance(part, str | Text))
-
-
-def write_text(target: Path, text: str) -> None:
-    """Write a file of the user's.
-
-    Raises:
-        typer.BadParameter: if it cannot be written.
-    """
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write {target}: {error.strerror}") from error
 
 
 @contextmanager

@@ -6,7 +6,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from .common import Backend, BackendOption, Device, DeviceOption, JsonOption, as_json, quiet, torch_device, user_errors
+from .common import Backend, BackendOption, Device, DeviceOption, torch_device, user_errors
+from .outputs import STDOUT, JsonOption, plain_console, write_json
 
 
 def demo(
@@ -35,9 +36,9 @@ def demo(
         options = DemoOptions(torch_device(device), backend.value, requests, batch, tokens, query_len)
     with _ProgressDisplay() as display:
         report = run_demo(options, display.update)
-    if not quiet(json_file):
-        show(report, Console())
-    as_json(report.as_json(), json_file)
+    if json_file != STDOUT:
+        show(report, plain_console())
+    write_json(report.as_json(), json_file)
     raise typer.Exit(0 if report.passed else 1)
 
 

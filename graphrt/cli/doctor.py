@@ -15,7 +15,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .common import Backend, BackendOption, Device, DeviceOption, JsonOption, as_json, in_bytes, show, torch_device
+from .common import Backend, BackendOption, Device, DeviceOption, in_bytes, torch_device
+from .outputs import JsonOption, show, write_json
 from .shape import (
     USUAL_TENSOR_PARALLEL,
     CheckpointDtypeOption,
@@ -85,7 +86,7 @@ def doctor(
     heads = model.heads // USUAL_TENSOR_PARALLEL[preset]
     findings = [*_installed(), *_machine(), *_runs(backend.value, facts, model, heads, trial)]
     show([_table(model, facts, findings)], json_file)
-    as_json([asdict(finding) for finding in findings], json_file)
+    write_json([asdict(finding) for finding in findings], json_file)
     raise typer.Exit(1 if any(finding.state is State.BAD for finding in findings) else 0)
 
 

@@ -10,7 +10,7 @@ from graphrt.cli.doctor import _allowed
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["doctor", *arguments])
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", *arguments])
 
 
 def findings(*arguments):
@@ -58,6 +58,8 @@ def test_a_package_that_is_missing_or_too_old_is_found(monkeypatch):
     assert found["nvidia-cutlass-dsl"][0] == "note" and "graphrt[cute]" in found["nvidia-cutlass-dsl"][1]
     assert found["nvtx"][0] == "bad"
     assert found["torch"][0] == "note" and found["torch"][1].startswith("2.9.1, and graphrt was made for")
+    # People can copy it: brackets are no markup.
+    assert "pip install 'graphrt[cute]'" in run("--device", "cpu", "--no-trial").stdout
 
 
 @pytest.mark.parametrize(
