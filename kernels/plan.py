@@ -1,7 +1,9 @@
 """Plan: what a commit or a flush folds, row by row, and what it leaves pending (Triton).
 
-One launch writes the four plan vectors for rows 0..B-1 and, in a deferred commit, `pending` as well. A program takes
-BLOCK rows as vectors. With a = clamp(accepted, 0, min(query length, Q)) of a live row (slot not null, row not -1):
+One launch writes the four plan vectors for rows 0..B-1 and, in a deferred commit, `pending` as well. A program is one
+warp with a row a thread, so that its time is that of one row.
+
+With a = clamp(accepted, 0, min(query length, Q)) of a live row (slot not null, row not -1):
 
     deferred, not eager    pending[row] = a; nothing is folded
     otherwise              commit_len = a and pending[row] = 0
@@ -14,7 +16,8 @@ BLOCK rows as vectors. With a = clamp(accepted, 0, min(query length, Q)) of a li
 A row whose staged generation is not the current one of its record row belongs to an earlier owner: it changes nothing
 (design section 3.6; generation 0 is not compared).
 
-Bad values are clamped and counted (design section 3.6); a row whose destination is null folds nothing.
+Bad values are clamped and counted (design section 3.6): asked for once, behind the stores. A row whose destination is
+null folds nothing.
 """
 
 import triton
