@@ -354,8 +354,8 @@ MUTANTS = (
     Mutant(
         "a recording drains rows that the mask leaves out",
         "capture/step.py",
-        "self.flush_rows[:num_reqs]",
-        "(self.flush_rows[:num_reqs] * 0 + 1)",
+        "torch.where(flushed, rows.record_rows, nobody, out=drained)",
+        "torch.where(flushed | True, rows.record_rows, nobody, out=drained)",
         STEP,
     ),
     Mutant(
