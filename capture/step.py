@@ -11,7 +11,7 @@ from torch import Tensor
 from graphrt import backends, checked, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.recording import Recording
-from graphrt.capture.runner import check_parts, proof, settle
+from graphrt.capture.runner import check_parts, proof, settle, static_tensors
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
 from graphrt.capture.static import allocate_rows, cut_rows
 from graphrt.checks import check_callable, check_count, check_flag, check_index, check_tensor, fail
@@ -19,6 +19,7 @@ from graphrt.choice import Choice
 from graphrt.context import KDARecoverSSMCommitContext
 from graphrt.errors import error_counter
 from graphrt.launch import launch
+from graphrt.sentinels import SCRATCH_ROW
 from graphrt.steps import Advance, StageSources, StepBegin
 
 
@@ -127,9 +128,10 @@ class DecodeStep:
             self.flush_rows = torch.ones(most, dtype=torch.bool, device=device) if flush else None
             """[max_num_reqs] bool, True where the step drains a row before its verify; write into it at any time."""
             self._drained = torch.zeros(most, dtype=torch.int32, device=device)
+            self._no_row = torch.full((), SCRATCH_ROW, dtype=torch.int32, device=device)
         self._staged = allocate_rows(most, inputs.block_table_width, device)[1]
         self._rows: dict[int, StepRows] = {}
-        self._recordings = SizedRecordings({"step": self._run}, most, device, context.check)
+        self._recordings = SizedRecordings({"step": self._run}, most, device, context.check, self._static_tensors)
         self.outputs: tuple[Any, Sampled] | None = None
         """What `verify` and `sample` returned in the step that ran last: static tensors of its recording."""
 
@@ -197,7 +199,7 @@ class DecodeStep:
 
     def replay_dummy(self, num_reqs: int, *, dcp: bool = False) -> None:
         """Run one step on dummy rows, as an idle rank must; the staged step is put back and nothing else changes."""
-        with self.inputs.kept():
+        with self.inputs.kept(), _random_state_kept(self.inputs.device):
             dummy_inputs(self.inputs, num_reqs, dcp=dcp)
             self.replay(num_reqs)
 
@@ -235,14 +237,19 @@ class DecodeStep:
         rows = self._step_rows(num_reqs)
         self._stage(num_reqs)
         if self.flush_rows is not None:
-            drained = torch.mul(rows.state_indices, self.flush_rows[:num_reqs], out=self._drained[:num_reqs])
-            self.context.drain(drained, rows.record_rows, self.replayed)
+            flush, drained = self.flush_rows[:num_reqs], self._drained[:num_reqs]
+            torch.where(flush, rows.record_rows, self._no_row, out=drained)
+            self.context.drain(rows.state_indices, drained, self.replayed)
         outputs = self.verify(rows)
         sampled = self.sample(rows, outputs)
         self._check_sampled(sampled, num_reqs)
         self._commit(rows, sampled)
         self._advance(num_reqs, sampled)
         return outputs, sampled
+
+    def _static_tensors(self) -> dict[str, Tensor]:
+        found = static_tensors(self.context, self.inputs) | {"step.replayed": self.replayed}
+        return found if self.flush_rows is None else found | {"step.flush_rows": self.flush_rows}
 
     def _step_rows(self, num_reqs: int) -> StepRows:
         self.inputs.check_num_reqs(num_reqs, 1)
@@ -322,6 +329,6 @@ class DecodeStep:
 
 @contextmanager
 def _random_state_kept(device: torch.device) -> Iterator[None]:
-    """Warm-up may draw random numbers; service goes on with those it would have drawn."""
+    """Warm-up and idle steps may draw random numbers; service goes on with those it would have drawn."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
