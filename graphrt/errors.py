@@ -94,7 +94,10 @@ class ErrorEntry:
     count: int
     """How many rows of how many calls."""
     first_row: int
-    """Batch row of the first launch that met it; the lowest such row where one program sees all rows."""
+    """Batch row of the first launch that met it: the lowest of those that the program which counted first saw.
+
+    A program of a plan sees 128 rows, one of a staging 32, one of a verify a single row.
+    """
     meaning: str
 
     def __str__(self) -> str:

@@ -193,8 +193,8 @@ MUTANTS = (
     Mutant(
         "Triton: a null row of a live record row loses its count",
         "kernels/plan.py",
-        "    live = live & (row >= 0) & (row < num_rows)\n",
-        "    live = mask & (row >= 0) & (row < num_rows)\n",
+        "    live = live & has_row\n",
+        "    live = mask & has_row\n",
         ("tests/test_commit.py", "tests/test_traces.py"),
         TRITON,
     ),

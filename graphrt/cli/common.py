@@ -45,13 +45,23 @@ def torch_device(device: Device) -> "torch.device":
     if device is Device.CPU or (device is Device.AUTO and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise typer.BadParameter("device: expected a CUDA device for 'cuda', and torch finds none")
+        raise option_error("--device", "expected a CUDA device for 'cuda', and torch finds none")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+# What an option sets, as the package's own messages name it.
+_OPTIONS = {
+    "accepted": "--accepted",
+    "backend": "--backend",
+    "head_dim": "--head-dim",
+    "num_slots": "--slots",
+    "tensor_parallel": "--tp",
+}
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """What a user can put right comes as one sentence, without a traceback.
+    """What a user can put right comes as one sentence that names the option, without a traceback.
 
     A value that does not fit is a usage error (exit status 2); a step that cannot be recorded, or has no room, exit
     status 1.
@@ -63,12 +73,23 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        name, _, text = str(error).partition(": ")
+        option = _OPTIONS.get(name.rpartition(".")[2])
+        raise option_error(option, text) if option else typer.BadParameter(str(error)) from error
     except CaptureError as error:
         raise refusal(str(error)) from error
-    except torch.OutOfMemoryError as error:
-        told = str(error).partition(". ")[0]
-        raise refusal(f"{told}: take fewer rows or layers; `graphrt plan` says what a shape needs") from error
+    except RuntimeError as error:
+        # On the CPU torch has no class for it.
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        told = str(error).partition("DefaultCPUAllocator: ")[2] or str(error)
+        advice = "take fewer rows or layers; `graphrt plan` says what a shape needs"
+        raise refusal(f"{told.partition('. ')[0]}: {advice}") from error
+
+
+def option_error(option: str, text: str) -> typer.BadParameter:
+    """A usage error (exit status 2) about the value of an option."""
+    return typer.BadParameter(text, param_hint=f"'{option}'")
 
 
 def refusal(text: str) -> typer.Exit:

@@ -13,9 +13,11 @@ from .outputs import STDOUT, JsonOption, plain_console, write_json
 def demo(
     device: DeviceOption = Device.AUTO,
     backend: BackendOption = Backend.AUTO,
-    requests: Annotated[int, typer.Option(min=1, help="Requests to decode.")] = 6,
-    batch: Annotated[int, typer.Option(min=1, help="Rows decoded at once; requests beyond it wait.")] = 4,
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens of the longest request.")] = 64,
+    requests: Annotated[int, typer.Option(min=1, max=256, help="Requests to decode.")] = 6,
+    batch: Annotated[int, typer.Option(min=1, max=256, help="Rows decoded at once; requests beyond it wait.")] = 4,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=2048, help="New tokens of the longest request; 1000 take a minute on a CPU.")
+    ] = 64,
     query_len: Annotated[int, typer.Option(min=1, max=16, help="Window: 1 + most draft tokens.")] = 8,
     json_file: JsonOption = None,
 ) -> None:

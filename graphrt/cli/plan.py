@@ -36,7 +36,7 @@ def plan(
     requests: Annotated[int, typer.Option("--requests", "-R", min=1, max=2**20, help="Most requests of a step.")] = 256,
     slots: Annotated[
         int | None,
-        typer.Option(min=2, max=2**31 - 1, help="State slots, the null slot included; requests + 1 by default."),
+        typer.Option(min=2, max=2**24, help="State slots, the null slot included; requests + 1 if not given."),
     ] = None,
     checkpoint_dtype: CheckpointDtypeOption = Dtype.FP32,
     dtype: DtypeOption = Dtype.BF16,

@@ -31,8 +31,10 @@ def test_the_doctor_says_what_would_run_and_why_nothing_better():
 def test_a_backend_that_cannot_run_makes_the_exit_status_1(monkeypatch):
     """Asked for by name, a backend that cannot run is a fault."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    status, found = findings("--device", "cpu", "--backend", "triton", "-Q", "3", "--no-trial")
-    assert status == 1 and found["would run"][0] == "bad"
+    for backend in ("triton", "fp32_deferred"):
+        status, found = findings("--device", "cpu", "--backend", backend, "-Q", "3", "--no-trial")
+        assert status == 1 and found["would run"][0] == "bad" and backend in found["would run"][1]
+    assert findings("--device", "cpu", "--backend", "torch", "--no-trial")[0] == 0
 
 
 def test_a_wrong_trial_step_makes_the_exit_status_1(monkeypatch):

@@ -55,7 +55,7 @@ def test_the_trace_has_a_lane_for_each_phase(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--accepted", "3"], "0 to 2 tokens"),
+        (["--accepted", "3"], "'--accepted': expected 0 to 2 tokens, the window, got 3"),
         (["--torch", "/nowhere/t.json"], "cannot write"),
         (["--backend", "cuda"], "fp32_deferred"),
     ],
