@@ -76,7 +76,7 @@ class StaticLayers:
 
     def qkv(self, mixed: Tensor) -> tuple[Tensor, ...]:
         """q, k and v [1, T, H, K] of a projection or its convolution [T, conv_dim]: views."""
-        return mixed[None].unflatten(-1, (3, self.sizes.heads, self.sizes.head_dim)).unbind(2)
+        return tuple(mixed[None].unflatten(-1, (3, self.sizes.heads, self.sizes.head_dim)).unbind(2))
 
     def counts(self, value: int) -> Tensor:
         """The same number for every row, int32 [batch]."""
