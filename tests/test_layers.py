@@ -67,6 +67,19 @@ def test_parameters_changed_in_place_are_used(backend_device):
     truths[0].assert_state(pool, 3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_parameters_of_every_float_dtype_serve(backend_device, dtype):
+    """A_log and dt_bias need not be FP32; they are read in FP32."""
+    backend_device.spare(dtype != torch.float64)
+    pool = Pool(backend_device, backend_device.shape(layers=2, param=dtype))
+    truths = start(pool, {0: 3, 4: 2})
+    for counts in ([3, 2], [1, 1]):
+        run_step(Batch(pool, [Row(3, 0, 4), Row(2, 4, 3)]), truths, counts)
+    drain(pool, [3, 2], [0, 4])
+    truths[0].assert_state(pool, 3)
+    truths[4].assert_state(pool, 2)
+
+
 def test_a_stock_context_has_every_method_of_a_deferred_one(backend_device):
     """`KDARecoverSSMCommitContext` defers, flushes and drains as well."""
     pool = Pool(backend_device, backend_device.shape(layers=1), kind=KDARecoverSSMCommitContext)

@@ -4,82 +4,47 @@ from types import SimpleNamespace
 
 import torch
 
-from graphrt import KDADeferredCommitContext, KDALayer, KDARecoverSSMRecords, error_counter, programmatic_launches
+from graphrt import error_counter, programmatic_launches
 from graphrt.kernels.conv import conv_verify
 from graphrt.kernels.cute import commit, deferred
 from graphrt.steps import Convolution, Rows
-
-K = 128
-WIDTH = 4  # of the short convolution
+from graphrt.workload import Sizes, StaticLayers
 
 
-class Model:
-    """Static tensors of L layers for up to `batch` requests, and the kinds of step over them."""
+class Model(StaticLayers):
+    """L layers of up to `batch` requests with n records pending, and the kinds of step over them."""
 
-    def __init__(self, layers, heads, q, batch, n, dtype=torch.bfloat16):
-        self.q, self.batch, self.n, self.heads = q, batch, n, heads
-        device, dim, columns = "cuda", 3 * heads * K, WIDTH - 1 + q
-
-        def scratch(*shape, kind):
-            return torch.randn(batch + 1, *shape, device=device, dtype=kind)[1:]
-
-        self.a_log = torch.rand(heads, device=device)
-        self.dt_bias = torch.randn(heads * K, device=device)
-        self.weight = torch.randn(dim, WIDTH, device=device, dtype=dtype)
-        self.layers = [
-            KDALayer(
-                kv_cache=(
-                    torch.randn(batch + 1, dim, columns, device=device, dtype=dtype),
-                    torch.randn(batch + 1, heads, K, K, device=device),
-                ),
-                recoverssm_records=KDARecoverSSMRecords(
-                    scratch(heads, q, K, kind=torch.float32), scratch(heads, q, 2 * K, kind=dtype)
-                ),
-                A_log=self.a_log,
-                dt_bias=self.dt_bias,
-                local_num_heads=heads,
-                head_dim=K,
-                gate_lower_bound=-5.0,
-                conv_weight=self.weight,
-            )
-            for _ in range(layers)
-        ]
-        self.context = KDADeferredCommitContext.create(self.layers, spec_query_len=q, max_num_reqs=batch)
+    def __init__(self, layers: int, heads: int, q: int, batch: int, n: int):
+        super().__init__(Sizes(layers, heads, 128, q, batch, n), torch.device("cuda"))
         if self.context.backend != "fp32_deferred":
             raise SystemExit(self.context.backend_reason)
-        self.x = torch.randn(batch * q, dim, device=device, dtype=dtype)
-        self.mixed = torch.empty_like(self.x)
-        self.gates = torch.randn(1, batch * q, heads, K, device=device, dtype=dtype)
-        self.beta = torch.randn(1, batch * q, heads, device=device, dtype=dtype)
-        self.out = torch.empty_like(self.gates)
-        self.loc = torch.arange(batch + 1, device=device, dtype=torch.int32) * q
-        self.slots = torch.arange(1, batch + 1, device=device, dtype=torch.int32)
-        self.rows = torch.arange(batch, device=device, dtype=torch.int32)
-        self.accepted = torch.full((batch,), n, device=device, dtype=torch.int32)
-        self.pending, self.mark = self.accepted.clone(), torch.zeros(1, device=device)
-        self.errors = error_counter(device)
-        zeros = torch.zeros_like(self.slots)
+        self.q, self.mixed, self.out = q, torch.empty_like(self.x), torch.empty_like(self.raw_g)
+        self.rows = torch.arange(batch, device=self.device, dtype=torch.int32)
+        self.loc = torch.arange(batch + 1, device=self.device, dtype=torch.int32) * q
+        self.slots = self.rows + 1
+        self.accepted, self.pending = self.counts(n), self.counts(n)
+        self.mark, self.errors = torch.zeros(1, device=self.device), error_counter(self.device)
         self.plan = SimpleNamespace(
             commit_lens=self.accepted,
             final_state_indices=self.slots,
-            boundary_state_indices=zeros,
-            boundary_recovery_lens=zeros,
+            boundary_state_indices=self.counts(0),
+            boundary_recovery_lens=self.counts(0),
         )
 
     def verifies(self, deferred_step: bool, conv: str = "", split: int | None = None):
         """The verifies of all layers; `conv` "inside" or "apart": with their convolutions."""
         pending = self.pending if deferred_step else None
         rows = Rows(self.loc, self.slots, self.rows, pending, self.q)
-        source = self.mixed if conv == "apart" else self.x
-        q, k, v = source[None].unflatten(-1, (3, self.heads, K)).unbind(2)
+        q, k, v = self.qkv(self.mixed if conv == "apart" else self.x)
         for layer in self.layers:
-            state, checkpoint = layer.kv_cache
+            (state, checkpoint), weight = layer.kv_cache, layer.conv_weight
             if conv == "apart":
-                conv_verify(self.x, state, self.weight, None, rows, True, self.batch, self.mixed, self.errors)
+                conv_verify(self.x, state, weight, None, rows, True, len(self.slots), self.mixed, self.errors)
             deferred.deferred_verify_f32(
-                q, k, v, self.gates, self.beta, self.a_log, self.dt_bias, -5.0, checkpoint, layer.recoverssm_records,
-                self.loc, self.slots, self.q, self.out, self.errors, record_rows=self.rows, pending=pending,
-                conv=Convolution(state, self.weight, None, True) if conv == "inside" else None, split=split,
+                q, k, v, self.raw_g, self.raw_beta, layer.A_log, layer.dt_bias, layer.gate_lower_bound, checkpoint,
+                layer.recoverssm_records, self.loc, self.slots, self.q, self.out, self.errors,
+                record_rows=self.rows, pending=pending,
+                conv=Convolution(state, weight, None, True) if conv == "inside" else None, split=split,
             )  # fmt: skip
 
     def fold(self, align: bool = False):

@@ -15,7 +15,13 @@ import cutlass.cute as cute
 import torch
 from cutlass.cute.runtime import make_fake_stream
 
-DTYPES = {torch.float32: cutlass.Float32, torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}
+DTYPES = {
+    torch.float32: cutlass.Float32,
+    torch.bfloat16: cutlass.BFloat16,
+    torch.float16: cutlass.Float16,
+    # Of the parameters A_log and dt_bias only; they are rounded to FP32 where they are read.
+    torch.float64: cutlass.Float64,
+}
 # No product and sum may melt into one rounding unless the kernel says `fma`: fold and verify must round alike.
 _OPTIONS = "--ptxas-options '--fmad=false'"
 

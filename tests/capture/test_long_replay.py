@@ -1,23 +1,21 @@
 """Random traffic over the recorded step: it is the float64 oracle's, and byte for byte that of eager launches.
 
-The traffic and the oracle are those of `tools/long_replay.py`. A pair runs one trace on two copies of the pools.
+Traffic and oracle are those of `tools/long_replay.py`. A pair runs one trace on two copies of the pools.
 """
 
-import importlib.util
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from graphrt.capture import DecodeStep
 from graphrt.testing import assert_bitwise_equal
 
-TOOL = Path(__file__).parents[2] / "tools" / "long_replay.py"
-spec = importlib.util.spec_from_file_location("long_replay", TOOL)
-long_replay = sys.modules["long_replay"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(long_replay)
-LongReplay = long_replay.LongReplay
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+
+from replay_step import RecordedStep
+from replay_traffic import LongReplay
+from replay_truths import STATE_TOLERANCE
 
 SMALL = {"num_layers": 1, "num_heads": 1, "head_dim": 16, "spec_query_len": 4, "conv_dim": 8}
 FP32_DEFERRED = pytest.param("cuda", "fp32_deferred", marks=pytest.mark.sm90)
@@ -30,28 +28,31 @@ TARGETS = [
 each_target = pytest.mark.parametrize(("device", "backend"), TARGETS)
 
 
-def traffic_on(device, backend, kind=LongReplay, **options):
+def traffic_on(device, backend, **options):
     """Random traffic; on the CPU over the smallest of pools."""
-    traffic = kind(device, backend, **options, **(SMALL if device == "cpu" else {}))
-    assert traffic.context.backend == backend, traffic.context.backend_reason
+    traffic = LongReplay(device, backend, **options, **(SMALL if device == "cpu" else {}))
+    context = traffic.recorded.context
+    assert context.backend == backend, context.backend_reason
     return traffic
 
 
 def launch_steps(traffic):
     """Have the steps launched one by one from Python, in the sizes that would be replayed."""
+    recorded = traffic.recorded
 
     def run(count, steps=1):
         for _ in range(steps):
-            traffic.step.run(min(n for n in traffic.step.capture_sizes if n >= count))
+            recorded.decode.run(recorded.padded(count))
 
-    traffic.step.replay = run
+    recorded.decode.replay = run
     return traffic
 
 
 def assert_twins(one, other, what):
     """All that outlives a step has the same bytes in both."""
-    for name, mine in (one.pool.tensors() | {"pending": one.slots.pending}).items():
-        theirs = (other.pool.tensors() | {"pending": other.slots.pending})[name]
+    all_of = [twin.recorded.pool.tensors() | {"pending": twin.recorded.slots.pending} for twin in (one, other)]
+    for name, mine in all_of[0].items():
+        theirs = all_of[1][name]
         for a, b in zip(mine, theirs, strict=True) if isinstance(mine, list) else [(mine, theirs)]:
             assert_bitwise_equal(a, b, f"{what}: {name}")
 
@@ -59,9 +60,7 @@ def assert_twins(one, other, what):
 def assert_same_outputs(one, other, what):
     """What the last step wrote for its live rows; what a dummy row gets depends on who folds its slot meanwhile."""
     assert one.replays == other.replays and one.last_tokens == other.last_tokens
-    last = (one.replays - 1) % long_replay.LOG
-    for name in ("out_log", "conv_log"):
-        mine, theirs = (getattr(traffic, name)[last][:, traffic.last_tokens] for traffic in (one, other))
+    for name, mine, theirs in zip(("out", "conv"), one.last_outputs(), other.last_outputs(), strict=True):
         assert_bitwise_equal(mine, theirs, f"{what}: {name}")
 
 
@@ -69,7 +68,7 @@ def assert_same_outputs(one, other, what):
 def test_replays_of_random_steps_are_the_oracles(options):
     """Chains of replays under random traffic, in short; the long form needs a GPU."""
     report = traffic_on("cpu", "torch", batch=4, seed=3, **options).run(60)
-    assert report.worst_state_error < long_replay.STATE_TOLERANCE
+    assert report.worst_state_error < STATE_TOLERANCE
     events = ("admitted", "released", "drained", "finished_in_chain", "eager_rows", "dummy_rows", "idle_steps")
     assert all(getattr(report, event) for event in events), report
     assert bool(report.boundaries_compared) == bool(options)
@@ -90,20 +89,21 @@ def test_ten_thousand_replays_of_random_steps_are_the_oracles(backend, steps, op
     """CUDA graphs, two layers of two heads of 128, windows of up to 8 tokens, 16 rows (B10, B20)."""
     report = traffic_on("cuda", backend, **options).run(steps if not options else steps // 5)
     print(report)
-    assert report.worst_state_error < long_replay.STATE_TOLERANCE
+    assert report.worst_state_error < STATE_TOLERANCE
 
 
 @pytest.mark.parametrize("fault", ["accepted", "pending", "stranger", "boundary"])
 def test_a_step_that_leaves_the_oracle_is_found(fault, monkeypatch):
     """One accepted token lost, a count lost, a byte of a free slot or of a finished block written: each is named."""
-    whole = DecodeStep._commit
+    whole = RecordedStep.sample
 
-    def lossy(self, rows, sampled):
+    def lossy(self, rows, outputs):
+        sampled = whole(self, rows, outputs)
         fewer = sampled.num_accepted_tokens - (sampled.num_accepted_tokens > 2).int()
-        whole(self, rows, replace(sampled, num_accepted_tokens=fewer))
+        return replace(sampled, num_accepted_tokens=fewer)
 
     if fault == "accepted":
-        monkeypatch.setattr(DecodeStep, "_commit", lossy)
+        monkeypatch.setattr(RecordedStep, "sample", lossy)
     traffic = traffic_on("cpu", "torch", batch=4, seed=3, block_size=6 if fault == "boundary" else None)
     for _ in range(12):
         traffic.traffic()
@@ -111,14 +111,14 @@ def test_a_step_that_leaves_the_oracle_is_found(fault, monkeypatch):
     if fault == "accepted":
         message = "checkpoint of request"
     elif fault == "pending":
-        traffic.slots.pending.zero_()
+        traffic.recorded.slots.pending.zero_()
         message = "pending after|checkpoint of request|history of request"
     elif fault == "stranger":
-        traffic.pool.layers[0].kv_cache[1][0, 0, 3, 5] = 0
+        traffic.recorded.pool.layers[0].kv_cache[1][0, 0, 3, 5] = 0
         message = "nobody's slots"
     else:
         one = next(one for one in traffic.live if one.published and one.column(6) > one.published[0])
-        traffic.pool.layers[0].kv_cache[1][one.table[one.published[0]]] *= 1.001
+        traffic.recorded.pool.layers[0].kv_cache[1][one.table[one.published[0]]] *= 1.001
         message = f"checkpoint of block {one.published[0]} of request {one.name}"
     with pytest.raises(AssertionError, match=message):
         traffic.settle()
@@ -149,25 +149,17 @@ def test_idle_steps_between_real_ones_change_nothing(device, backend):
             one.traffic()
             one.chain(steps=1)
         assert_same_outputs(alone, disturbed, f"step {step}")
-        disturbed.step.replay_dummy(1 + step % 4, dcp=step % 2 == 0)
+        disturbed.recorded.decode.replay_dummy(1 + step % 4, dcp=step % 2 == 0)
         assert_twins(alone, disturbed, f"step {step}")
     disturbed.settle()
-
-
-class CapturedLate(LongReplay):
-    """Records each size at its first step: between staging and replay, with live state and pending counts."""
-
-    def _script(self, members, *rest):
-        self.step.capture(progress=False, sizes=[len(members)], dcp=True)
-        return super()._script(members, *rest)
 
 
 @each_target
 def test_a_size_captured_at_its_first_step_advances_it_once(device, backend):
     """Lazy capture in mid-service gives the bytes of a run whose sizes were all recorded before (B19)."""
     early = traffic_on(device, backend, batch=4, sizes=[1, 2, 3, 4], seed=6)
-    late = traffic_on(device, backend, CapturedLate, batch=4, sizes=[1], seed=6)
-    while len(late.step.capture_sizes) < 4 or late.report.steps < 20:
+    late = traffic_on(device, backend, batch=4, sizes=[1], lazy=True, seed=6)
+    while len(late.recorded.decode.capture_sizes) < 4 or late.report.steps < 20:
         for one in (early, late):
             one.traffic()
             one.chain()
@@ -183,7 +175,7 @@ def test_an_absent_request_comes_back_as_it_left(device, backend):
     a, b, c = (traffic.admit() for _ in range(3))
     while not b.pending:
         traffic.chain([a, b, c], count=4)
-    slot, pool, count = b.table[0], traffic.pool, b.pending
+    slot, pool, count = b.table[0], traffic.recorded.pool, b.pending
     records = [layer.recoverssm_records for layer in pool.layers]
     kept = [state for layer in pool.layers for state in (layer.kv_cache[0][slot], layer.kv_cache[1][slot])]
     kept += [part[b.row] for record in records for part in (record.correction, record.key_gate)]
@@ -192,7 +184,7 @@ def test_an_absent_request_comes_back_as_it_left(device, backend):
         traffic.chain([a, c], count=4)
     for got, want in zip(kept, before, strict=True):
         assert_bitwise_equal(got, want, "what B left")
-    assert traffic.slots.pending[b.row] == count > 0
+    assert traffic.recorded.slots.pending[b.row] == count > 0
     traffic.chain([a, b, c], count=4)
     traffic.settle()
 
@@ -202,7 +194,7 @@ def test_every_number_of_live_rows_in_every_size_is_the_oracles(device, backend)
     """Three steps each, the other rows padding, null slots and dummies: live rows right, outputs finite (B21)."""
     traffic = traffic_on(device, backend, batch=4, seed=8)
     live = [traffic.admit() for _ in range(4)]
-    for size in traffic.step.capture_sizes:
+    for size in traffic.recorded.decode.capture_sizes:
         for count in range(1, size + 1):
             traffic.chain(live[:count], count=size, steps=3)
             traffic.chain(live[-count:], count=count, steps=3)
