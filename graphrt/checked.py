@@ -4,7 +4,6 @@ On with `GRAPHRT_CHECK=1` or `check=True`. It synchronises, so it steps aside wh
 """
 
 import itertools
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +12,10 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .checks import check_flag
+from .environment import CHECK
 from .launch import is_recording
 from .layers import LayerStack
 from .steps import Commit, Geometry, Owners, Rows, Staged, StageSources
-
-# What os.environ reads from. It is asked at every launch, and os.environ takes a microsecond to find nothing.
-_environment: Any = vars(os.environ)["_data"]
-_SWITCH, _ON = os.environ.encodekey("GRAPHRT_CHECK"), os.environ.encodevalue("1")
 
 
 @dataclass(slots=True)
@@ -39,7 +35,7 @@ def enabled(check: bool | None) -> bool:
     """Whether this call reads values: `check`, or the environment where it is None; never inside a recording."""
     if check is not None:
         check_flag("check", check)
-    wanted = _environment.get(_SWITCH) == _ON if check is None else check
+    wanted = CHECK.is_on() if check is None else check
     if not wanted or is_recording():
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
