@@ -50,7 +50,7 @@ class _Room:
         self.grow(num_bytes)
 
     def grow(self, num_bytes: int) -> None:
-        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pin)
+        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
         self.begin = self.bytes.data_ptr()
         self.end = self.begin + num_bytes
         self.view = _view(self.bytes)
@@ -67,7 +67,7 @@ class PinnedBlock:
     def __init__(self, max_num_reqs: int, pin: bool = True) -> None:
         # Room for the vectors that every step has; the rest grows when it is first needed.
         num_bytes = 16 * (max_num_reqs + 1)
-        self.header = torch.zeros(HEADER_WORDS, dtype=torch.int64, pin_memory=pin)
+        self.header = torch.zeros(HEADER_WORDS, dtype=torch.int64, device="cpu", pin_memory=pin)
         self._header = _view(self.header)
         self._words: list[int] = []
         self._ints, self._copies = _Room(num_bytes, pin), _Room(num_bytes, pin)
