@@ -3,20 +3,22 @@
 A block holds the host values of one step and a header that says where all of the step's sources are: in the block
 itself, or anywhere on the device. The staging kernel reads the header when it runs, so one recording per block serves
 every step: the host writes the block, replays one node, and goes on. Nothing is copied by a node of its own, and no
-argument of a launch is built in Python. An event keeps a block until the device has read it.
+argument of a launch is built in Python.
 
-An event behind every GROUP of steps keeps their blocks until the device has read them: asking and recording cost a
-fifth of a staging, so one does for several. Stagings on one stream are read in order. Whoever goes on with another
-stream has the streams ordered already, for both stagings write the same buffers; an event on the old stream is
-recorded all the same.
+An event behind every GROUP of steps keeps their blocks until the device has read them: to record one and to ask it
+takes 1.5 us, so one does for several, for a stream reads its blocks in order. When stagings go on with another stream,
+the old one gets an event too. It gets none if it captures by then; but then the caller has ordered the two, for
+stagings without an order would overwrite each other's rows.
 
-Where the host's microseconds go (H200, device idle): TODO
+Where the host's microseconds go (H200, device idle): 2.9 the graph launch, of which the driver has 2 (a kernel launched
+by the driver, without a graph, takes 5.7), 0.4 a quarter of an event, 0.9 a tensor to check, 0.8 a host tensor to
+copy, 9 ns an int of a list.
 """
 
 import contextlib
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -32,6 +34,8 @@ from graphrt.steps import Staged, StageSources
 
 NUM_BLOCKS = 8
 GROUP = 4
+# Entries of a list from which on a call of its own is the cheaper.
+LONG = 64
 _pack_header = struct.Struct(f"={HEADER_WORDS}q").pack
 # Half the price of `ctypes.memmove`: it lets no other thread in, and makes no object of what it returns.
 _copy = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(("memmove", ctypes.pythonapi))
@@ -40,6 +44,16 @@ _copy = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_
 @lru_cache(1024)
 def _packer(count: int) -> Callable[..., bytes]:
     return struct.Struct(f"={count}i").pack
+
+
+def _pack(lists: list[Sequence[int]]) -> bytes:
+    """The ints of all lists. Several short lists are packed at once, a long one is copied once less on its own."""
+    if len(lists[0]) >= LONG:
+        return b"".join([_packer(len(ints))(*ints) for ints in lists])
+    joined: list[int] = []
+    for ints in lists:
+        joined += ints
+    return _packer(len(joined))(*joined)
 
 
 class _Room:
@@ -84,17 +98,17 @@ class PinnedBlock:
             ValueError: as `check_sources`, and naming the argument that is no list of 32-bit ints.
         """
         room = self._ints
-        words, ints, copies = check_sources(values, num_reqs, device, static, room.begin)
-        if ints:
-            num_bytes = 4 * len(ints)
-            if num_bytes > len(room.view):
-                room.grow(2 * num_bytes)
-                return self.write(num_reqs, values, device, static)
+        words, lists, copies = check_sources(values, num_reqs, device, static, room.begin)
+        if lists:
             try:
-                room.view[:num_bytes] = _packer(len(ints))(*ints)
+                packed = _pack(lists)
             except struct.error:
                 _blame(values, words)
                 raise
+            if len(packed) > len(room.view):
+                room.grow(2 * len(packed))
+                return self.write(num_reqs, values, device, static)
+            room.view[: len(packed)] = packed
         if copies:
             self._copy(words, copies)
         if words != self._words:

@@ -36,7 +36,7 @@ _DIMENSIONS = tuple(2 if name == "block_table" else 1 for name in NAMES)
 
 def check_sources(
     values: list[Any], num_reqs: int, device: torch.device, static: range, ints_at: int = 0
-) -> tuple[list[int], list[int], list[Copy]]:
+) -> tuple[list[int], list[Sequence[int]], list[Copy]]:
     """Check the values that were given, and make the header that says where a staging finds them.
 
     Runs at every staging: it goes through the values once, and asks each tensor as little as it can.
@@ -46,11 +46,11 @@ def check_sources(
             by a tensor.
         num_reqs: rows that are staged.
         static: addresses of the static buffers, of which no source may be a part.
-        ints_at: address where the ints of all lists are going to lie, one list behind the other.
+        ints_at: address where the lists are going to lie, one behind the other.
 
     Returns:
-        The header (`graphrt.kernels.stage`), in which the addresses of the copies are missing; the ints of all lists,
-        at which nobody has looked yet; the copies to make.
+        The header (`graphrt.kernels.stage`), in which the addresses of the copies are missing; the lists, as far as
+        they are read, at whose ints nobody has looked yet; the copies to make.
 
     Raises:
         ValueError: naming the argument, what was expected and what came.
@@ -58,7 +58,7 @@ def check_sources(
     words = _NOTHING.copy()
     words[0] = num_reqs
     requests = num_reqs if values[REQUESTS] is None else min(num_reqs, 1)
-    ints: list[int] = []
+    lists: list[Sequence[int]] = []
     copies: list[Copy] = []
     for i, value in enumerate(values):
         if value is None:
@@ -103,10 +103,11 @@ def check_sources(
             if i == EAGER:
                 copies.append((at, _flags(value[:entries]), 0, entries))
             elif type(value) is memoryview:
-                copies.append((at, value[:entries].tobytes(), 0, 4 * entries))
+                copies.append((at, (value if length == entries else value[:entries]).tobytes(), 0, 4 * entries))
             else:
-                words[at] = ints_at + 4 * len(ints)
-                ints += value if length == entries else value[:entries]
+                words[at] = ints_at
+                ints_at += 4 * entries
+                lists.append(value if length == entries else value[:entries])
         elif on_host:
             num_bytes = entries if i == EAGER else 4 * entries
             words[at + 1] = 1
@@ -120,7 +121,7 @@ def check_sources(
             words[at + 1] = 1 if i != TABLE and value.is_contiguous() else value.stride(0)
             if i == TABLE:
                 words[2], words[3] = shape[1], value.stride(1)
-    return words, ints, copies
+    return words, lists, copies
 
 
 def as_tensor(i: int, value: Any) -> Tensor:
@@ -148,7 +149,7 @@ def _plain(i: int, value: Any) -> Any:
     if isinstance(value, (str, bytes, bytearray)):
         _fail_ints(i, value)
     try:
-        if isinstance(value, Sequence) and not isinstance(value, (array, memoryview)):
+        if not isinstance(value, (array, memoryview)) and isinstance(value, Sequence):
             return list(value)
         view = memoryview(value)
         if view.format == "i" and view.ndim == 1 and i not in (EAGER, TABLE):

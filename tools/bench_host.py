@@ -154,12 +154,17 @@ def measure(cases: list[Case], steps: int) -> list[float]:
     """Let the cases take turns; the reference of each round."""
     flag = torch.zeros(1, device="cuda")
     reference = record(flag.zero_, device="cuda", name="reference").launcher()
+    rounds = max(steps // SAMPLE, 1)
+    warmup = rounds // WINDOWS
     times = []
-    for _ in range(max(steps // SAMPLE, 1)):
+    for number in range(warmup + rounds):
         times.append(mean_us(reference))
         for case in cases:
             case.sample()
-    return times
+            if number < warmup:
+                case.stage.clear()
+                case.replay.clear()
+    return times[warmup:]
 
 
 def by_value_us(case: Case, steps: int) -> float:

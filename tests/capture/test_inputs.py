@@ -11,7 +11,7 @@ from engine import int32
 
 from graphrt import error_counts, reset_errors
 from graphrt.capture import CaptureError, StepInputs, driver, dummy_inputs, record
-from graphrt.capture.pinned import GROUP, NUM_BLOCKS, PinnedBlock, PinnedRing
+from graphrt.capture.pinned import GROUP, LONG, NUM_BLOCKS, PinnedBlock, PinnedRing
 from graphrt.capture.sources import NAMES
 from graphrt.capture.static import allocate_rows
 from graphrt.errors import error_counter
@@ -239,6 +239,28 @@ def test_unread_blocks_of_an_earlier_stream_are_waited_for(monkeypatch):
     for _ in range(NUM_BLOCKS):
         ring.step()
     assert ring.streams[0].done == 1 and ring.log[:2] == ["record on 0", "record on 70"]
+
+
+@pytest.mark.parametrize("rows", [1, LONG - 1, LONG, 3 * LONG])
+def test_lists_of_any_length_lie_in_the_block(rows):
+    """Short lists are packed together and long ones each on its own; a bad int is found in both."""
+    block, (_, staged) = PinnedBlock(rows, pin=False), allocate_rows(rows, 0, torch.device("cpu"))
+    draw = random.Random(rows)
+    lists = {
+        "state_indices": [draw.randint(1, 2**31 - 1) for _ in range(rows + 1)],
+        "record_rows": tuple(draw.randint(0, 2**31 - 1) for _ in range(rows)),
+        "query_start_loc": [draw.randint(-(2**31), 2**31 - 1) for _ in range(rows + 1)],
+        "num_accepted_tokens": [draw.randint(0, 8) for _ in range(rows + 3)],
+    }
+    values = [lists.get(name) for name in NAMES]
+    block.write(rows, values, torch.device("cpu"), range(0))
+    stage_header(staged, block.header, error_counter("cpu"))
+    for name, given in lists.items():
+        assert getattr(staged, name).tolist() == list(given)[: rows + (name == "query_start_loc")]
+    for bad in (2**31, -(2**31) - 1, 2**70, 1.0, "1", None):
+        values[NAMES.index("query_start_loc")] = [0] * rows + [bad]
+        with pytest.raises(ValueError, match=r"^query_start_loc: expected a tensor or a seq.* got list"):
+            block.write(rows, values, torch.device("cpu"), range(0))
 
 
 @pytest.mark.parametrize("form", ["lists", "host tensors"])
