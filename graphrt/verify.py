@@ -201,19 +201,20 @@ def _verify(
     _check_parameters(A_log, dt_bias, lower_bound, checkpoint)
     _check_records(records, checkpoint, rows)
     _check_rows(rows, checkpoint.device, records.correction.shape[0])
+    facts = backends.Facts.of(checkpoint, lower_bound, rows.spec_query_len, records.key_gate.dtype)
+    chosen = backends.choose(backend, facts).backend
+    inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint, records, rows)
+    call: tuple[Any, ...] = (chosen.verify, *inputs, out)
+    if conv is not None:
+        convolution = check_fused(conv, q, k, v, checkpoint, rows.spec_query_len)
+        conv_verify = backends.choose_conv(backend, q).conv_verify
+        call = (chosen.fused_verify, conv_verify, *inputs, convolution, out)
     if checked.enabled(check):
         checked.row_values(rows, q.shape[1], checkpoint.shape[0], records.correction.shape[0])
         checked.written_states(rows, checkpoint)
+        # Last of all checks: a verify that is refused opens no step.
         checked.open_step(records.correction, rows)
-    facts = backends.Facts.of(checkpoint, lower_bound, rows.spec_query_len, records.key_gate.dtype)
-    choice = backends.choose(backend, facts)
-    inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint, records, rows)
-    if conv is None:
-        launch(name, _run_counted, choice.backend.verify, *inputs, out)
-        return out
-    convolution = check_fused(conv, q, k, v, checkpoint, rows.spec_query_len)
-    conv_verify = backends.choose_conv(backend, q).conv_verify
-    launch(name, _run_counted, choice.backend.fused_verify, conv_verify, *inputs, convolution, out)
+    launch(name, _run_counted, *call)
     return out
 
 
