@@ -237,6 +237,20 @@ def mbar_wait_peer(address, parity, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def copy_async(shared, source, *, loc=None, ip=None):
+    """Start this thread's copy of 16 bytes, both ends 16-byte aligned, into shared memory, past L1."""
+    operands = [Int32(shared).ir_value(loc=loc, ip=ip), Int64(source).ir_value(loc=loc, ip=ip)]
+    _asm(None, operands, "cp.async.cg.shared.global [$0], [$1], 16;", "r,l,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def copies_arrive(barrier, *, loc=None, ip=None):
+    """Arrive when this thread's copies so far have landed, at once if it has none."""
+    operands = [Int32(barrier).ir_value(loc=loc, ip=ip)]
+    _asm(None, operands, "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r,~{memory}", loc, ip)
+
+
+@dsl_user_op
 def bulk_load(shared, source, size, barrier, *, loc=None, ip=None):
     """Start a copy of `size` bytes (a multiple of 16, both ends 16-byte aligned) into shared memory."""
     operands = [

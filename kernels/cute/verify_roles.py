@@ -196,8 +196,6 @@ class VerifyRoles(VerifyConv):
                 if (writes != 0) & (share == 0):
                     self.store_state(conv, conv_state, channels[0], length, taps[0], raw[0])
                     self.store_state(conv, conv_state, channels[1], length, taps[1], raw[1])
-                # The copy engine fills this place next, after keys that this thread stored there.
-                ptx.fence_async_shared()
             tile.warp_arrive(lane, shared + self.input_empty + 8 * stage)
             i += 1
             ptx.mbar_wait(shared + self.record_full + 8 * (i & 1), (i >> 1) & 1)
