@@ -91,6 +91,13 @@ def fetch_add_global(address, value, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def take_ticket(address, last, *, loc=None, ip=None):
+    """What a counter says; it goes on by one, and from `last` back to 0."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), Int32(last).ir_value(loc=loc, ip=ip)]
+    return Int32(_asm(T.i32(), operands, "atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;", "=r,l,r,~{memory}", loc, ip))
+
+
+@dsl_user_op
 def fma(a, b, c, *, loc=None, ip=None):
     """a * b + c with one rounding."""
     return Float32(math_dialect.fma(*(Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)), loc=loc, ip=ip))

@@ -43,14 +43,16 @@ from cutlass import Float32, Int32, Int64
 from ...errors import NUM_KINDS, ErrorKind
 from . import ptx, tile
 from . import verify_layout as rings
+from .items import ROWS, Items
 from .tile import V
 from .verify_roles import VerifyRoles
 
 THREADS = 512
+TICKET_ROUNDS = 4  # items a block from which on they are taken by ticket (items.py)
 _REGISTERS = (232, 104, 104, 72)  # their sum, times 128 threads, is the register file
 
 
-class VerifyF32(VerifyRoles):
+class VerifyF32(VerifyRoles, Items):
     """The kernel for one (heads, Q, dtypes, width of a fused convolution, split)."""
 
     @cute.jit
@@ -60,7 +62,7 @@ class VerifyF32(VerifyRoles):
         token_strides,  # the same six, bytes from token to token
         layer,  # checkpoint, correction, key_gate, A_log, dt_bias: addresses
         layer_strides,  # checkpoint slot, correction row, key_gate row: bytes
-        indices,  # state_indices, record_rows (or 0), query_start_loc, pending (or 0), error counter: addresses, int32
+        indices,  # state_indices, record_rows, query_start_loc, pending, error counter, counter of tickets: int32, or 0
         index_strides,  # the first four, elements
         conv,  # state, weight, bias (or 0): addresses; slot, dim and column stride: bytes
         limits,  # slots, record rows, batch, T
@@ -145,13 +147,23 @@ class VerifyF32(VerifyRoles):
             else:
                 self.write_back(shared, lane)
 
-    @cute.jit
-    def row_facts(self, b: Int32, step):
-        """slot (0: null), record row (-1: scratch), pending count, first token and one past the last of row b."""
-        indices, index_strides, limits = step
-        slots, rows, _, total = limits
+    def slot_of(self, b, step):
+        """Slot of row b, 0: null."""
+        indices, index_strides, (slots, _, _, _) = step
         slot = ptx.load_global(indices[0] + Int64(b) * index_strides[0] * 4, Int32)
-        slot = ptx.select((slot > 0) & (slot < slots), slot, Int32(0))
+        return ptx.select((slot > 0) & (slot < slots), slot, Int32(0))
+
+    def tokens_of(self, b, step):
+        """First token of row b and one past its last."""
+        indices, index_strides, (_, _, _, total) = step
+        first, last = (ptx.load_global(indices[2] + Int64(b + k) * index_strides[2] * 4, Int32) for k in range(2))
+        first = cutlass.min(cutlass.max(first, 0), total)
+        return first, cutlass.min(cutlass.max(last, first), total)
+
+    @cute.jit
+    def record_of(self, b: Int32, step):
+        """Record row of row b, -1: scratch, and its pending count."""
+        indices, index_strides, (_, rows, _, _) = step
         row = b
         if indices[1] != 0:
             row = ptx.load_global(indices[1] + Int64(b) * index_strides[1] * 4, Int32)
@@ -160,23 +172,21 @@ class VerifyF32(VerifyRoles):
         if indices[3] != 0:
             if row >= 0:
                 n = ptx.load_global(indices[3] + Int64(row) * index_strides[3] * 4, Int32)
-        n = cutlass.min(cutlass.max(n, 0), self.q)
-        first = ptx.load_global(indices[2] + Int64(b) * index_strides[2] * 4, Int32)
-        last = ptx.load_global(indices[2] + Int64(b + 1) * index_strides[2] * 4, Int32)
-        first = cutlass.min(cutlass.max(first, 0), total)
-        last = cutlass.min(cutlass.max(last, first), total)
-        return slot, row, n, first, last
+        return row, cutlass.min(cutlass.max(n, 0), self.q)
+
+    def lives(self, rows, step):
+        """Whether each of a few rows has anything to do: tokens, or else pending records."""
+        found = [(b, self.slot_of(b, step), *self.tokens_of(b, step)) for b in rows]
+        return [self.has_work(b, slot, last - first, step) for b, slot, first, last in found]
 
     @cute.jit
-    def find_item(self, item: Int32, step):
-        """Facts of one (row, head), and whether there is anything to do for it."""
-        inside = item < step[2][2] * self.heads
-        item = ptx.select(inside, item, Int32(0))
-        h = item % self.heads
-        slot, row, n, first, last = self.row_facts(item // self.heads, step)
-        length = cutlass.min(last - first, self.q)
-        alive = inside & (slot > 0) & ((n > 0) | (length > 0))
-        return alive, h, slot, row, n, first, length
+    def has_work(self, b: Int32, slot: Int32, count: Int32, step):
+        """Only a row without tokens is asked for its pending count, which is a second way behind its record row."""
+        alive = slot > 0
+        if alive & (count == 0):
+            _, n = self.record_of(b, step)
+            alive = n > 0
+        return alive
 
     def state_address(self, slot, h, share, layer, layer_strides):
         """Of the block's share of a head's state."""
@@ -185,17 +195,26 @@ class VerifyF32(VerifyRoles):
 
     @cute.jit
     def load_states(self, shared: Int32, lane: Int32, share: Int32, layer, layer_strides, step):
-        """Warp 12: each lane looks at one item; those that found a live one load its state in turn."""
+        """Warp 12: chooses the block's items, tells warp 13, and loads their states."""
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         stride = blocks // self.split
+        batch = step[2][2]
         i = Int32(0)
-        base = Int32(block) // self.split
-        while base < step[2][2] * self.heads:
-            alive, h, slot, _, _, _, _ = self.find_item(base + lane * stride, step)
-            found = cute.arch.vote_ballot_sync(alive)
-            while found != 0:
-                if lane == cute.arch.popc((found & (0 - found)) - 1):
+        start = Int32(0)
+        while start < batch:
+            bits, before, live = self.live_rows(start, batch, lane, step)
+            total = live * self.heads
+            # A block that starts early has taken three items before the late ones begin: of few, too many.
+            tickets = ptx.select(total >= TICKET_ROUNDS * stride, step[0][5], Int64(0))
+            item = Int32(block) // self.split
+            while item < total:
+                following = self.claim(item, stride, total, tickets, lane)
+                b = start + self.nth_live(item // self.heads, bits, before, lane)
+                h = item % self.heads
+                self.tell(shared, lane, i, b * self.heads + h)
+                slot = self.slot_of(b, step)
+                if lane == 0:
                     turns = i // self.depth
                     spot = i - turns * self.depth
                     if i >= self.depth:
@@ -206,9 +225,28 @@ class VerifyF32(VerifyRoles):
                         shared + self.tile_full + 8 * spot,
                     )
                 cute.arch.sync_warp()
-                found = found & (found - 1)
                 i += 1
-            base += 32 * stride
+                item = cute.arch.shuffle_sync(following, 0)
+            start += ROWS
+        self.tell(shared, lane, i, Int32(rings.END))
+
+    @cute.jit
+    def tell(self, shared: Int32, lane: Int32, i: Int32, item: Int32):
+        """Item i for warp 13: row * heads + head."""
+        place = i & (rings.ITEMS - 1)
+        if lane == 0:
+            if i >= rings.ITEMS:
+                ptx.mbar_wait(shared + self.item_empty + 8 * place, ((i // rings.ITEMS) & 1) ^ 1)
+            ptx.store_shared(shared + self.items + 4 * place, item)
+            ptx.mbar_arrive(shared + self.item_full + 8 * place)
+
+    def hear(self, shared, lane, i):
+        """What warp 12 told of item i."""
+        place = i & (rings.ITEMS - 1)
+        ptx.mbar_wait(shared + self.item_full + 8 * place, (i // rings.ITEMS) & 1)
+        item = ptx.load_shared(shared + self.items + 4 * place, Int32)
+        tile.warp_arrive(lane, shared + self.item_empty + 8 * place)
+        return item
 
     @cute.jit
     def load_inputs(
@@ -225,60 +263,58 @@ class VerifyF32(VerifyRoles):
         wide_beta: Int32,
     ):
         """Warp 13: notices, records, and after the wait the tokens of each item."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        stride = blocks // self.split
         i = Int32(0)
-        base = Int32(block) // self.split
-        while base < step[2][2] * self.heads:
-            alive, h, slot, row, n, first, length = self.find_item(base + lane * stride, step)
-            found = cute.arch.vote_ballot_sync(alive)
-            while found != 0:
-                turn = cute.arch.popc((found & (0 - found)) - 1)
-                stage = i & 1
-                place = i - i // rings.VALUES * rings.VALUES
-                self.wait_free(shared, i)
-                if lane == turn:
-                    at = shared + self.input_notices + rings.NOTICE_BYTES * stage
-                    value_at = shared + self.value_notices + rings.NOTICE_BYTES * place
-                    record = layer[2] + Int64(row) * layer_strides[2] + Int64(h) * (self.q * self.key_gate_bytes)
-                    correction = layer[1] + Int64(row) * layer_strides[1] + Int64(h) * (self.q * V * 4)
-                    ptx.store_shared(at + rings.N, n, length, h, first)
-                    ptx.store_shared(at + rings.KEY_GATE, record)
-                    ptx.store_shared(value_at + rings.N, n, length)
-                    if cutlass.const_expr(self.width > 0):
-                        conv_state = conv[0] + Int64(slot) * conv[3]
-                        ptx.store_shared(value_at + rings.HEAD, h)
-                        for notice in (at, value_at):
-                            ptx.store_shared(notice + rings.CONV, conv_state)
-                            # A dummy row reads a live-looking slot but never writes it.
-                            ptx.store_shared(notice + rings.WRITES, ptx.select(row >= 0, Int32(1), Int32(0)))
-                    ptx.store_shared(value_at + rings.CORRECTION, correction)
-                    out = tokens[5] + Int64(first) * token_strides[5] + Int64(h) * self.token_bytes
-                    ptx.store_shared(value_at + rings.OUT, out)
-                    beta_bytes = ptx.select(wide_beta != 0, Int64(4), Int64(self.size))
-                    beta = tokens[4] + Int64(first) * token_strides[4] + Int64(h) * beta_bytes
-                    ptx.store_shared(value_at + rings.BETA, beta)
-                    ptx.store_shared(value_at + rings.STATE, self.state_address(slot, h, share, layer, layer_strides))
-                    record_full = shared + self.record_full + 8 * stage
-                    correction_full = shared + self.correction_full + 8 * place
-                    ptx.mbar_expect(record_full, n * self.key_gate_bytes)
-                    ptx.mbar_expect(correction_full, n * (V * 4))
-                    if n > 0:
-                        ptx.bulk_load(
-                            shared + self.records + self.q * self.key_gate_bytes * stage,
-                            record,
-                            n * self.key_gate_bytes,
-                            record_full,
-                        )
-                        ptx.bulk_load(
-                            shared + self.corrections + self.q * V * 4 * place, correction, n * (V * 4), correction_full
-                        )
-                cute.arch.sync_warp()
-                self.load_tokens(shared, lane, i, tokens, token_strides)
-                found = found & (found - 1)
-                i += 1
-            base += 32 * stride
+        item = self.hear(shared, lane, i)
+        while item >= 0:
+            b = item // self.heads
+            h = item % self.heads
+            slot = self.slot_of(b, step)
+            first, last = self.tokens_of(b, step)
+            row, n = self.record_of(b, step)
+            length = cutlass.min(last - first, self.q)
+            stage = i & 1
+            place = i - i // rings.VALUES * rings.VALUES
+            self.wait_free(shared, i)
+            if lane == 0:
+                at = shared + self.input_notices + rings.NOTICE_BYTES * stage
+                value_at = shared + self.value_notices + rings.NOTICE_BYTES * place
+                record = layer[2] + Int64(row) * layer_strides[2] + Int64(h) * (self.q * self.key_gate_bytes)
+                correction = layer[1] + Int64(row) * layer_strides[1] + Int64(h) * (self.q * V * 4)
+                ptx.store_shared(at + rings.N, n, length, h, first)
+                ptx.store_shared(at + rings.KEY_GATE, record)
+                ptx.store_shared(value_at + rings.N, n, length)
+                if cutlass.const_expr(self.width > 0):
+                    conv_state = conv[0] + Int64(slot) * conv[3]
+                    ptx.store_shared(value_at + rings.HEAD, h)
+                    for notice in (at, value_at):
+                        ptx.store_shared(notice + rings.CONV, conv_state)
+                        # A dummy row reads a live-looking slot but never writes it.
+                        ptx.store_shared(notice + rings.WRITES, ptx.select(row >= 0, Int32(1), Int32(0)))
+                ptx.store_shared(value_at + rings.CORRECTION, correction)
+                out = tokens[5] + Int64(first) * token_strides[5] + Int64(h) * self.token_bytes
+                ptx.store_shared(value_at + rings.OUT, out)
+                beta_bytes = ptx.select(wide_beta != 0, Int64(4), Int64(self.size))
+                beta = tokens[4] + Int64(first) * token_strides[4] + Int64(h) * beta_bytes
+                ptx.store_shared(value_at + rings.BETA, beta)
+                ptx.store_shared(value_at + rings.STATE, self.state_address(slot, h, share, layer, layer_strides))
+                record_full = shared + self.record_full + 8 * stage
+                correction_full = shared + self.correction_full + 8 * place
+                ptx.mbar_expect(record_full, n * self.key_gate_bytes)
+                ptx.mbar_expect(correction_full, n * (V * 4))
+                if n > 0:
+                    ptx.bulk_load(
+                        shared + self.records + self.q * self.key_gate_bytes * stage,
+                        record,
+                        n * self.key_gate_bytes,
+                        record_full,
+                    )
+                    ptx.bulk_load(
+                        shared + self.corrections + self.q * V * 4 * place, correction, n * (V * 4), correction_full
+                    )
+            cute.arch.sync_warp()
+            self.load_tokens(shared, lane, i, tokens, token_strides)
+            i += 1
+            item = self.hear(shared, lane, i)
         self.wait_free(shared, i)
         if lane == 0:
             place = i - i // rings.VALUES * rings.VALUES
@@ -336,7 +372,8 @@ class VerifyF32(VerifyRoles):
         blocks, _, _ = cute.arch.grid_dim()
         b = Int32(block)
         while b < batch:
-            slot, _, _, first, last = self.row_facts(b, step)
+            slot = self.slot_of(b, step)
+            first, last = self.tokens_of(b, step)
             if lane == 0:
                 self.count_errors(b, step)
             token = ptx.select(slot > 0, first + self.q, first)

@@ -9,6 +9,7 @@ Shared memory and mbarriers are laid out in verify_layout.py. Numbers behind the
 """
 
 # A test of the trace and a test of the kernel do not melt into one `if`.
+# ruff: noqa: SIM102
 
 import cutlass
 import cutlass.cute as cute
