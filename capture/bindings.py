@@ -5,7 +5,6 @@ swapped, storage resized) or its owner makes a new one, a replay goes on with th
 """
 
 import dataclasses
-import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -15,6 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.capture.errors import CaptureError
+from graphrt.environment import CHECK
 
 StaticTensors = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
 
@@ -23,7 +23,7 @@ _FIX = "write into the recorded tensor instead (copy_, fill_), or record again"
 
 def wanted(check: bool | None) -> bool:
     """Whether a recording checks its addresses at each replay: `check`, or GRAPHRT_CHECK=1 where it is None."""
-    return os.environ.get("GRAPHRT_CHECK") == "1" if check is None else check
+    return CHECK.is_on() if check is None else check
 
 
 def argument_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:

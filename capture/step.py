@@ -19,6 +19,7 @@ from graphrt.choice import Choice
 from graphrt.context import KDARecoverSSMCommitContext
 from graphrt.errors import error_counter
 from graphrt.launch import launch
+from graphrt.sentinels import SCRATCH_ROW
 from graphrt.steps import Advance, StageSources, StepBegin
 
 
@@ -126,9 +127,13 @@ class DecodeStep:
             """[R] int32: pending counts of the rows of the step that runs, `StepRows.pending`."""
             self.flush_rows = torch.ones(most, dtype=torch.bool, device=device) if flush else None
             """[max_num_reqs] bool, True where the step drains a row before its verify; write into it at any time."""
-            self._drained = torch.zeros(most, dtype=torch.int32, device=device)
+            self._drained, self._nobody = (
+                torch.full((most,), SCRATCH_ROW, dtype=torch.int32, device=device) for _ in range(2)
+            )
         self._staged = allocate_rows(most, inputs.block_table_width, device)[1]
         self._rows: dict[int, StepRows] = {}
+        # The verifies of a step are given `replayed`; the rows are those of `pending` all the same.
+        checked.keep_together(context.stack.corrections, pending)
         self._recordings = SizedRecordings({"step": self._run}, most, device, context.check)
         self.outputs: tuple[Any, Sampled] | None = None
         """What `verify` and `sample` returned in the step that ran last: static tensors of its recording."""
@@ -235,8 +240,9 @@ class DecodeStep:
         rows = self._step_rows(num_reqs)
         self._stage(num_reqs)
         if self.flush_rows is not None:
-            drained = torch.mul(rows.state_indices, self.flush_rows[:num_reqs], out=self._drained[:num_reqs])
-            self.context.drain(drained, rows.record_rows, self.replayed)
+            flushed, nobody, drained = (t[:num_reqs] for t in (self.flush_rows, self._nobody, self._drained))
+            torch.where(flushed, rows.record_rows, nobody, out=drained)
+            self.context.drain(rows.state_indices, drained, self.replayed)
         outputs = self.verify(rows)
         sampled = self.sample(rows, outputs)
         self._check_sampled(sampled, num_reqs)

@@ -2,7 +2,6 @@
 
 import importlib
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .checks import fail
+from .environment import triton_interprets
 from .kernels.fused import composed
 from .sentinels import FP32_DEFERRED
 from .wheels import mixed_wheels
@@ -135,7 +135,7 @@ def _triton_support(device: torch.device, dtype: torch.dtype) -> Support:
         if capability < (8, 0):
             return Support(False, f"the Triton kernels need compute capability 8.0, {device} has {capability}")
         return Support(True, f"Triton compiles for {device}")
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+    if device.type == "cpu" and triton_interprets():
         return Support(True, "Triton's interpreter runs on the CPU")
     hint = "TRITON_INTERPRET=1 before import interprets it, slowly"
     return Support(False, f"Triton does not run on {device.type} tensors ({hint})")

@@ -4,7 +4,7 @@ On with `GRAPHRT_CHECK=1` or `check=True`. It synchronises, so it steps aside wh
 """
 
 import itertools
-import os
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,15 +12,22 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .checks import check_flag
+from .environment import CHECK
 from .launch import is_recording
 from .layers import LayerStack
 from .steps import Commit, Geometry, Owners, Rows, Staged, StageSources
 
-# What os.environ reads from. It is asked at every launch, and os.environ takes a microsecond to find nothing.
-_environment: Any = vars(os.environ)["_data"]
-_SWITCH, _ON = os.environ.encodekey("GRAPHRT_CHECK"), os.environ.encodevalue("1")
 
-# Record rows whose last verify was not committed, by the corrections tensor of their layer.
+@dataclass(slots=True)
+class _OpenRows:
+    """Of the records of one layer: the rows whose last verify was not committed, and whose rows they are."""
+
+    rows: set[int] = field(default_factory=set)
+    pending: int | None = None
+    """Address of the pending counts that go with these records; None as long as no call has named both."""
+
+
+# By the corrections tensor of each layer.
 _open_rows: Any = WeakIdKeyDictionary()
 
 
@@ -28,7 +35,7 @@ def enabled(check: bool | None) -> bool:
     """Whether this call reads values: `check`, or the environment where it is None; never inside a recording."""
     if check is not None:
         check_flag("check", check)
-    wanted = _environment.get(_SWITCH) == _ON if check is None else check
+    wanted = CHECK.is_on() if check is None else check
     if not wanted or is_recording():
         return False
     return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
@@ -67,7 +74,7 @@ def flush_values(
 def check_committed(rows: list[int], corrections: list[Tensor]) -> None:
     """What a row has pending belongs to records that its last verify overwrote, until the commit of that step."""
     for correction in corrections:
-        waiting = _open_rows.get(correction, set())
+        waiting = _open_rows.get(correction, _OpenRows()).rows
         for row in rows:
             if row in waiting:
                 raise RuntimeError(
@@ -196,28 +203,43 @@ def _pending_counts(pending: list[int], rows: list[int], window: int) -> None:
 
 def open_step(correction: Tensor, rows: Rows) -> None:
     """Note that the rows of a verify hold uncommitted records; raise RuntimeError if one of them already did."""
-    waiting = _open_rows.setdefault(correction, set())
+    layer = _open_rows.setdefault(correction, _OpenRows())
+    if layer.pending is None and rows.pending is not None:
+        layer.pending = rows.pending.data_ptr()
     record_rows = list(range(rows.batch)) if rows.record_rows is None else _read(rows.record_rows, rows.batch)
     live = [row for row, slot in zip(record_rows, _read(rows.state_indices), strict=True) if slot > 0 and row >= 0]
     for row in live:
-        if row in waiting:
+        if row in layer.rows:
             raise RuntimeError(
                 f"record row {row} was verified and not committed: commit the step first (accepted 0 abandons it)"
             )
-    waiting.update(live)
+    layer.rows.update(live)
 
 
 def close_step(corrections: list[Tensor], c: Commit) -> None:
     """The rows of a commit are committed, in every layer."""
     record_rows = range(c.batch) if c.record_rows is None else _read(c.record_rows, c.batch)
+    if c.pending is not None:
+        keep_together(corrections, c.pending)
     for correction in corrections:
-        _open_rows.get(correction, set()).difference_update(record_rows)
+        _open_rows.setdefault(correction, _OpenRows()).rows.difference_update(record_rows)
 
 
-def forget_row(row: int) -> None:
-    """A record row has a new owner: what the old one left uncommitted does not matter."""
-    for waiting in _open_rows.values():
-        waiting.discard(row)
+def keep_together(corrections: list[Tensor], pending: Tensor) -> None:
+    """Note whose records these are, where verifies are given other pending counts than commits (`DecodeStep`)."""
+    for correction in corrections:
+        _open_rows.setdefault(correction, _OpenRows()).pending = pending.data_ptr()
+
+
+def forget_row(row: int, pending: Tensor) -> None:
+    """A record row of this ledger has a new owner: what the old one left uncommitted does not matter.
+
+    Args:
+        pending: [R] int32, the ledger's. Records that no call has yet named together with any counts may be its own.
+    """
+    for layer in _open_rows.values():
+        if layer.pending in (None, pending.data_ptr()):
+            layer.rows.discard(row)
 
 
 def _read(t: Tensor, length: int | None = None) -> list[int]:

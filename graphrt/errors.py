@@ -17,7 +17,7 @@ from .checks import check_device
 
 
 class ErrorKind(IntEnum):
-    """Index into the counter. Each launch that meets a bad value counts it once per row."""
+    """Index into the counter. Each call that meets a bad value counts it once per row."""
 
     meaning: str
 
@@ -50,10 +50,12 @@ NUM_KINDS = len(ErrorKind)
 
 @dataclass(frozen=True, slots=True)
 class _Counter:
-    """One piece of memory under two names: int32 counts [NUM_KINDS], then the first row of each kind, -1 for none."""
+    """int32 counts [NUM_KINDS], then the first row of each kind, -1 for none; `device` and `host` name one memory."""
 
     device: Tensor
     host: Tensor
+    unread: Tensor
+    """Another one, which nobody reads."""
 
 
 _counters: dict[torch.device, _Counter] = {}
@@ -79,15 +81,23 @@ def error_counter(device: torch.device | str) -> Tensor:
     return _counter(device).device
 
 
+def unread_counter(device: torch.device | str) -> Tensor:
+    """As `error_counter`, for a launch whose rows another launch of the same call counts."""
+    return _counter(device).unread
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorEntry:
     """One kind of bad value that kernels met."""
 
     kind: str
     count: int
-    """How many rows of how many launches."""
+    """How many rows of how many calls."""
     first_row: int
-    """Batch row of the first launch that met it; the lowest such row where one program sees all rows."""
+    """Batch row of the first launch that met it: the lowest of those that the program which counted first saw.
+
+    A program of a plan sees 32 rows, one of a staging 128, one of a verify a single row.
+    """
     meaning: str
 
     def __str__(self) -> str:
@@ -177,12 +187,13 @@ def _counter(device: torch.device | str) -> _Counter:
 
 
 def _allocate(device: torch.device) -> _Counter:
+    unread = torch.zeros(2 * NUM_KINDS, dtype=torch.int32, device=device)
     if device.type != "cuda":
         values = torch.zeros(2 * NUM_KINDS, dtype=torch.int32, device=device)
-        return _Counter(values, values)
+        return _Counter(values, values, unread)
     with torch.cuda.device(device):
         host = torch.zeros(2 * NUM_KINDS, dtype=torch.int32, device="cpu", pin_memory=True)
-        return _Counter(_seen_from(device, host), host)
+        return _Counter(_seen_from(device, host), host, unread)
 
 
 def _seen_from(device: torch.device, host: Tensor) -> Tensor:

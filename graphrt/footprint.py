@@ -93,8 +93,10 @@ def footprint(model: Model, service: Service) -> Footprint:
     """
     if service.tensor_parallel < 1 or model.heads % service.tensor_parallel:
         fail("tensor_parallel", f"a divisor of {model.heads} heads", service.tensor_parallel)
-    if service.num_slots < 2:
-        fail("slots", "at least 2, for slot 0 is the null slot", service.num_slots)
+    needed = service.max_num_reqs + 1
+    if service.num_slots < needed:
+        each = f"one for each of {service.max_num_reqs} requests and the null slot"
+        fail("num_slots", f"at least {needed}, {each}", service.num_slots)
     heads = model.heads // service.tensor_parallel
     layers = [_layer(model, service, heads) for _ in range(model.layers)]
     stack = LayerStack.build(layers, spec_query_len=service.spec_query_len, max_num_reqs=service.max_num_reqs)

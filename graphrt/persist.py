@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import json
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -53,7 +54,8 @@ def save_state(
 ) -> None:
     """Write checkpoints, convolution states, records, pending counts and the ledger to a file. Synchronises.
 
-    Between a commit and the next verify only. What is pending stays pending. The file appears whole or not at all.
+    Between a commit and the next verify only. What is pending stays pending. The file appears whole or not at all, also
+    if the machine stops in the middle, and is on the disk at the return.
 
     Args:
         slots: the state slots to save, all of them by default.
@@ -62,7 +64,8 @@ def save_state(
     Raises:
         ValueError: for a slot that is not there, a ledger of another size, or a request id that is neither str nor int.
         RuntimeError: in checked mode, if the last verify of a record row was not committed.
-        OSError: if it cannot be written; an earlier file of that name is as it was.
+        OSError: if it cannot be written; an earlier file of that name is as it was, unless only the last sync of its
+            folder failed.
     """
     target = _checked_path(path)
     _check_ledger(context, ledger)
@@ -89,14 +92,27 @@ def save_state(
         "slots": json.dumps(chosen),
         "ledger": json.dumps({**contents, "requests": list(contents["requests"].items())}),
     }
-    part = target.with_name(target.name + ".part")
+    _write_whole(target, {name: _own(t) for name, t in tensors.items()}, metadata)
+
+
+def _write_whole(target: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a file that has its name only when all of it is on the disk, so that a crash leaves this one or the last.
+
+    It grows under a name of its own in the same folder, which only a crash leaves behind.
+    """
+    part = target.parent / f".{secrets.token_hex(8)}.part"
+    folder = os.open(target.parent, os.O_RDONLY)
     try:
-        save_file({name: _own(t) for name, t in tensors.items()}, part, metadata)
+        save_file(tensors, part, metadata)
+        with open(part, "rb") as written:
+            os.fsync(written.fileno())
         os.replace(part, target)
+        os.fsync(folder)
     except SafetensorError as error:
         raise OSError(f"{target}: cannot be written ({error})") from error
     finally:
         part.unlink(missing_ok=True)
+        os.close(folder)
 
 
 def load_state(
@@ -227,9 +243,12 @@ def _sizes(context: KDARecoverSSMCommitContext) -> dict[str, Any]:
 
 
 def _checked_path(path: object) -> Path:
-    if not isinstance(path, (str, os.PathLike)):
-        fail("path", "a str or a path", type(path).__name__)
-    return Path(path)
+    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if not isinstance(name, str):
+        fail("path", "a str or a path of one", type(path).__name__)
+    if "\0" in name or Path(name).is_dir():
+        fail("path", "the name of a file", repr(name))
+    return Path(name)
 
 
 def _check_ledger(context: KDARecoverSSMCommitContext, ledger: RecordSlots) -> None:

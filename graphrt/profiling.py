@@ -10,7 +10,6 @@ or without numpy the batch alone. Whether a tool listens is settled when this mo
 that a step takes ask only whether `ranges` is None: tools/bench_nvtx.py has the figures.
 """
 
-import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import nvtx
 import torch
 
+from .environment import ANNOTATE
 from .steps import Advance, Commit, Rows, StageSources
 
 DOMAIN = "graphrt"
@@ -180,7 +180,7 @@ def phase_of(kernel: str) -> str | None:
 
 def _annotator() -> ModuleType | None:
     """Torch's annotations of captured kernels (2.12 and later, CUDA driver 13.1 and later), if they are wanted."""
-    if os.environ.get("GRAPHRT_ANNOTATE") != "1":
+    if not ANNOTATE.is_on():
         return None
     try:
         return import_module("torch.cuda._graph_annotations")

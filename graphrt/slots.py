@@ -176,7 +176,7 @@ class RecordSlots:
         self.generation.copy_(torch.tensor(moved, dtype=torch.int32))
         self.pending.zero_()
         for row in range(len(moved)):
-            forget_row(row)
+            forget_row(row, self.pending)
 
     def _take(self, request_id: Hashable) -> int:
         if request_id in self._rows:
@@ -200,7 +200,7 @@ class RecordSlots:
         self._generations[row] = _after(self._generations[row])
         self.pending[row].zero_()
         self.generation[row].fill_(self._generations[row])
-        forget_row(row)
+        forget_row(row, self.pending)
 
 
 def _after(generation: int) -> int:

@@ -1,7 +1,8 @@
 """A decode step without a model: KDA layers over static activations, every row accepting the same number of tokens.
 
 What benches, traces and graph dumps run on. The launches of a step are those of a serving engine's, in the same
-order: staging, convolution and verify of each layer, commit, advance. Only the projections between them are missing.
+order: staging, verify of each layer with its convolution, commit, advance. Only the projections between them are
+missing.
 """
 
 from collections.abc import Iterator
@@ -14,10 +15,11 @@ from torch import Tensor
 from .capture import DecodeStep, Sampled, StepInputs, StepRows
 from .checks import fail
 from .context import KDADeferredCommitContext
+from .fused import FusedConv
 from .layers import KDALayer
 from .records import allocate_records
 from .slots import RecordSlots
-from .verify import kda_conv_verify, kda_deferred_verify
+from .verify import kda_deferred_verify
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +152,13 @@ class Workload(StaticLayers):
 
     def _verify_layers(self, rows: StepRows) -> Iterator[Tensor]:
         where = (rows.query_start_loc, rows.state_indices, rows.spec_query_len)
+        q, k, v = self.qkv(self.x)
         for layer in self.layers:
             conv_state, checkpoint = layer.kv_cache
-            mixed = kda_conv_verify(
-                self.x, conv_state, cast(Tensor, layer.conv_weight), None, *where,
-                record_rows=rows.record_rows, pending=rows.pending, backend=self._backend,
-            )  # fmt: skip
-            q, k, v = self.qkv(mixed)
             yield kda_deferred_verify(
                 q, k, v, self.raw_g, self.raw_beta, layer.A_log, layer.dt_bias, layer.gate_lower_bound, checkpoint,
-                layer.recoverssm_records, *where,
-                record_rows=rows.record_rows, pending=rows.pending, backend=self._backend,
+                layer.recoverssm_records, *where, record_rows=rows.record_rows, pending=rows.pending,
+                conv=FusedConv(conv_state, cast(Tensor, layer.conv_weight)), backend=self._backend,
             )  # fmt: skip
 
     def _sample(self, rows: StepRows, outputs: list[Tensor]) -> Sampled:

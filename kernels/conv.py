@@ -8,7 +8,7 @@ slot's C columns (design section 3.2), after a window of `length` tokens:
     C = hist + Q      [0, hist) history   [hist + t] = x_t         after n accepted the history starts at n
     C = hist + Q - 1  [0, hist - 1) history without its oldest, [hist - 1 + t] = x_t         ... at max(n - 1, 0)
 
-Programs own a block of channels of one row (and layer): nobody else touches those columns, and a block barrier keeps
+Programs own blocks of channels of one row (and layer): nobody else touches those columns, and a block barrier keeps
 the last read before the first write.
 
 Not checked on the device: live slots are unique within the step.
@@ -28,6 +28,9 @@ from .verify import clear_tokens, live_row, pending_of, query_range
 BLOCK_D = 256
 VERIFY_BLOCK_D = 64
 MAX_BLOCK_T = 8
+# Programs that fill the card. A compaction of more rows and layers gives each more blocks of channels: where nothing
+# folds, as in most deferred steps, its time is that of starting its programs.
+FOLD_PROGRAMS = 4096
 _QUERY_LEN = tl.constexpr(int(ErrorKind.QUERY_LEN))
 
 _VOLATILE = [
@@ -149,32 +152,35 @@ def graphrt_fold_conv_kernel(
     D, HIST: tl.constexpr, BLOCK_H: tl.constexpr, KEEPS_HISTORY: tl.constexpr, ALIGN: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Move the history after the accepted tokens to columns [0, hist) of the destination. Grid (D / BLOCK_D, B, L)."""
-    i_d, i_b, i_layer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Move the history after the accepted tokens to columns [0, hist) of the destination. Grid (parts, B, L)."""
+    i_b, i_layer = tl.program_id(1), tl.program_id(2)
     n = tl.load(commit_lens_ptr + i_b)
     if n <= 0:
         return
     source = tl.load(state_indices_ptr + i_b * slot_stride).to(tl.int64)
     final = tl.load(final_ptr + i_b).to(tl.int64)
-    o_d = (i_d * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
-    o_h = tl.arange(0, BLOCK_H)
-    mask = (o_d[:, None] < D) & (o_h[None, :] < HIST)
-    stride = table_stride(conv_strides, i_layer, False)
-    column = table_stride(column_strides, i_layer, False)
-    p = table_pointer(conv_addrs, i_layer, conv_like, False)
-    p += o_d[:, None] * table_stride(dim_strides, i_layer, False) + o_h[None, :] * column
-
-    b_final = tl.load(p + source * stride + history_start(n, KEEPS_HISTORY) * column, mask=mask)
+    boundary, at = final, 0
     if ALIGN:
         boundary = tl.load(boundary_ptr + i_b).to(tl.int64)
         # Without a boundary its length is 0: a read of the source, not used.
         at = history_start(tl.load(boundary_lens_ptr + i_b), KEEPS_HISTORY)
-        b_boundary = tl.load(p + source * stride + at * column, mask=mask)
+    stride = table_stride(conv_strides, i_layer, False)
+    dim = table_stride(dim_strides, i_layer, False)
+    column = table_stride(column_strides, i_layer, False)
+    o_h = tl.arange(0, BLOCK_H)
+    p_history = table_pointer(conv_addrs, i_layer, conv_like, False) + o_h[None, :] * column
+    for i_d in range(tl.program_id(0), tl.cdiv(D, BLOCK_D), tl.num_programs(0)):
+        o_d = (i_d * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+        mask = (o_d[:, None] < D) & (o_h[None, :] < HIST)
+        p = p_history + o_d[:, None] * dim
+        b_final = tl.load(p + source * stride + history_start(n, KEEPS_HISTORY) * column, mask=mask)
+        if ALIGN:
+            b_boundary = tl.load(p + source * stride + at * column, mask=mask)
+            tl.debug_barrier()
+            if boundary > 0:
+                tl.store(p + boundary * stride, b_boundary, mask=mask)
         tl.debug_barrier()
-        if boundary > 0:
-            tl.store(p + boundary * stride, b_boundary, mask=mask)
-    tl.debug_barrier()
-    tl.store(p + final * stride, b_final, mask=mask)
+        tl.store(p + final * stride, b_final, mask=mask)
 
 
 def conv_verify(
@@ -204,8 +210,9 @@ def conv_verify(
 
 def compact_conv(stack: LayerStack, plan: Plan, state_indices: Tensor, align: bool) -> None:
     """Run a written plan over the convolution states of every layer, on the current stream."""
-    conv_dim = stack.conv_states[0].shape[1]
-    graphrt_fold_conv_kernel[(triton.cdiv(conv_dim, BLOCK_D), state_indices.shape[0], len(stack.conv_states))](
+    conv_dim, batch, layers = stack.conv_states[0].shape[1], state_indices.shape[0], len(stack.conv_states)
+    parts = max(1, min(triton.cdiv(conv_dim, BLOCK_D), FOLD_PROGRAMS // max(1, batch * layers)))
+    graphrt_fold_conv_kernel[(parts, batch, layers)](
         stack.conv_states[0], stack.conv_addrs, stack.conv_strides, stack.conv_dim_strides, stack.conv_column_strides,
         plan.commit_lens, plan.final_state_indices, plan.boundary_state_indices, plan.boundary_recovery_lens,
         state_indices, slot_stride=state_indices.stride(0), D=conv_dim, HIST=stack.hist,

@@ -6,11 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..errors import unread_counter
+
 
 def composed(
     verify: Callable[..., None], conv_verify: Callable[..., None], q: Tensor, k: Tensor, v: Tensor, *arguments: Any,
 ) -> None:  # fmt: skip
     """Run `conv_verify` on the raw projections q, k, v [1, T, H, K], then `verify` on what it made of them.
+
+    Both meet the same rows; what is wrong with them is counted by `verify`.
 
     Args:
         arguments: of the verify behind q, k and v: raw_g to records, rows, the convolution, out and errors.
@@ -19,7 +23,8 @@ def composed(
     x = projections(q, k, v)
     mixed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     num_rows = records.correction.shape[0]
-    conv_verify(x, conv.state, conv.weight, conv.bias, rows, conv.keeps_history, num_rows, mixed, errors)
+    uncounted = unread_counter(errors.device)
+    conv_verify(x, conv.state, conv.weight, conv.bias, rows, conv.keeps_history, num_rows, mixed, uncounted)
     parts = mixed[None].unflatten(-1, (3, *q.shape[2:])).unbind(2)
     verify(*parts, *inputs, records, rows, out, errors)
 

@@ -1,7 +1,9 @@
 """Plan: what a commit or a flush folds, row by row, and what it leaves pending (Triton).
 
-One launch writes the four plan vectors for rows 0..B-1 and, in a deferred commit, `pending` as well. A program takes
-BLOCK rows as vectors. With a = clamp(accepted, 0, min(query length, Q)) of a live row (slot not null, row not -1):
+One launch writes the four plan vectors for rows 0..B-1 and, in a deferred commit, `pending` as well. A program is one
+warp with a row a thread, so that its time is that of one row.
+
+With a = clamp(accepted, 0, min(query length, Q)) of a live row (slot not null, row not -1):
 
     deferred, not eager    pending[row] = a; nothing is folded
     otherwise              commit_len = a and pending[row] = 0
@@ -14,7 +16,8 @@ BLOCK rows as vectors. With a = clamp(accepted, 0, min(query length, Q)) of a li
 A row whose staged generation is not the current one of its record row belongs to an earlier owner: it changes nothing
 (design section 3.6; generation 0 is not compared).
 
-Bad values are clamped and counted (design section 3.6); a row whose destination is null folds nothing.
+Bad values are clamped and counted (design section 3.6): asked for once, behind the stores. A row whose destination is
+null folds nothing.
 """
 
 import triton
@@ -25,7 +28,7 @@ from ..errors import ErrorKind
 from ..steps import Commit, Geometry, Owners, Plan
 from .recurrence import _NUM_KINDS, NO_CONTRACTION
 
-BLOCK = 128
+BLOCK = 32
 
 _SLOT = tl.constexpr(int(ErrorKind.SLOT))
 _ROW = tl.constexpr(int(ErrorKind.ROW))
@@ -41,48 +44,51 @@ _STALE = tl.constexpr(int(ErrorKind.STALE_GENERATION))
 
 
 @triton.jit
-def count(errors_ptr, KIND: tl.constexpr, mask, o_b):
-    """Add the number of set lanes to one kind of the device error counter; whoever is first notes its lowest row."""
-    total = tl.sum(mask.to(tl.int32), axis=0)
-    if total > 0:
-        # The counter lies in host memory: nothing goes there while all is well.
-        before = tl.atomic_add(errors_ptr + KIND, total, sem="relaxed", scope="gpu")
-        if before == 0:
-            tl.store(errors_ptr + _NUM_KINDS + KIND, tl.min(tl.where(mask, o_b, 2147483647), axis=0))
+def bad(KIND: tl.constexpr, mask):
+    """The rows of `mask` as bit KIND of what a row met."""
+    return mask.to(tl.int32) << KIND
+
+
+@triton.jit
+def count(errors_ptr, met, o_b):
+    """Add what rows o_b met, a bit a kind, to the device error counter; whoever is first notes its lowest row."""
+    # One question while all is well. The counter lies in host memory: nothing goes there.
+    if tl.max(met, axis=0) > 0:
+        for kind in range(_NUM_KINDS):
+            mask = (met >> kind) & 1
+            total = tl.sum(mask, axis=0)
+            if total > 0:
+                before = tl.atomic_add(errors_ptr + kind, total, sem="relaxed", scope="gpu")
+                if before == 0:
+                    tl.store(errors_ptr + _NUM_KINDS + kind, tl.min(tl.where(mask != 0, o_b, 2147483647), axis=0))
 
 
 @triton.jit
 def live_rows(
     state_indices_ptr, record_rows_ptr, staged_ptr, current_ptr, o_b, slot_stride, row_stride, staged_stride,
-    current_stride, batch, num_slots, num_rows, has_rows, has_owners, errors_ptr,
+    current_stride, batch, num_slots, num_rows, has_rows, has_owners,
 ):  # fmt: skip
-    """Slot, record row and liveness of rows o_b. A row staged for an earlier owner of its record row is not live."""
-    mask = o_b < batch
+    """Slot, record row, liveness and bad values of rows o_b. A row staged for an earlier owner is not live."""
+    mask, given, owned = o_b < batch, o_b < batch * has_rows, o_b < batch * has_owners
     slot = tl.load(state_indices_ptr + o_b * slot_stride, mask=mask, other=0)
-    count(errors_ptr, _SLOT, slot >= num_slots, o_b)
+    row = tl.load(record_rows_ptr + o_b * row_stride, mask=given, other=-1)
+    staged = tl.load(staged_ptr + o_b * staged_stride, mask=owned, other=0)
+    row = tl.where(given, row, o_b)
+    has_row = (row >= 0) & (row < num_rows)
+    current = tl.load(current_ptr + row.to(tl.int64) * current_stride, mask=owned & has_row, other=0)
     live = (slot > 0) & (slot < num_slots)
-    given = o_b < batch * has_rows
-    row = tl.where(given, tl.load(record_rows_ptr + o_b * row_stride, mask=given, other=-1), o_b)
-    count(errors_ptr, _ROW, live & ((row < -1) | (row >= num_rows)), o_b)
-    live = live & (row >= 0) & (row < num_rows)
-    staged = tl.load(staged_ptr + o_b * staged_stride, mask=live & (o_b < batch * has_owners), other=0)
-    compared = live & (staged != 0)
-    current = tl.load(current_ptr + row.to(tl.int64) * current_stride, mask=compared, other=0)
-    stale = compared & (current != staged)
-    count(errors_ptr, _STALE, stale, o_b)
-    return slot, row, live & (stale == 0)
+    met = bad(_SLOT, slot >= num_slots) | bad(_ROW, live & (row != -1) & (has_row == 0))
+    live = live & has_row
+    stale = live & (staged != 0) & (current != staged)
+    return slot, row, live & (stale == 0), met | bad(_STALE, stale)
 
 
 @triton.jit
-def block_of(table_ptr, request, column, table_stride, table_column_stride, width, num_slots, mask, o_b, errors_ptr):
-    """Entry of the block table, null where the column or the block is out of range."""
-    inside = mask & (column < width)
-    count(errors_ptr, _COLUMN, mask & (column >= width), o_b)
-    block = tl.load(
-        table_ptr + request.to(tl.int64) * table_stride + column * table_column_stride, mask=inside, other=0
-    )
-    count(errors_ptr, _SLOT, block >= num_slots, o_b)
-    return tl.where((block > 0) & (block < num_slots), block, 0)
+def block_of(p_table, column, column_stride, width, num_slots, mask):
+    """Entry of the block table, null where the column or the block is out of range, and what was met."""
+    block = tl.load(p_table + column.to(tl.int64) * column_stride, mask=mask & (column < width), other=0)
+    met = bad(_COLUMN, mask & (column >= width)) | bad(_SLOT, block >= num_slots)
+    return tl.where((block > 0) & (block < num_slots), block, 0), met
 
 
 @triton.jit(
@@ -116,58 +122,63 @@ def graphrt_commit_plan_kernel(
     table_stride, table_column_stride, computed_stride, staged_stride, current_stride,
     Q: tl.constexpr, KEEPS_HISTORY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    # Every load that waits for no other comes first.
     o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = o_b < batch
-    slot, row, live = live_rows(
-        state_indices_ptr, record_rows_ptr, staged_ptr, current_ptr, o_b, slot_stride, row_stride, staged_stride,
-        current_stride, batch, num_slots, num_rows, has_rows, has_owners, errors_ptr,
-    )  # fmt: skip
+    mask, given, deferred = o_b < batch, o_b < batch * has_requests, o_b < batch * has_pending
+    request = tl.load(request_ptr + o_b * request_stride, mask=given, other=0)
     begin = tl.load(qsl_ptr + o_b * qsl_stride, mask=mask, other=0).to(tl.int64)
     end = tl.load(qsl_ptr + (o_b + 1) * qsl_stride, mask=mask, other=0).to(tl.int64)
-    length = tl.minimum(tl.maximum(end - begin, 0), Q)
-    count(errors_ptr, _QUERY_LEN, live & (length != end - begin), o_b)
-
-    given = o_b < batch * has_requests
-    request = tl.where(given, tl.load(request_ptr + o_b * request_stride, mask=given, other=0), o_b)
-    known = live & (request >= 0) & (request < num_requests)
-    count(errors_ptr, _REQUEST, live & (known == 0), o_b)
-    accepted = tl.load(accepted_ptr + request.to(tl.int64) * accepted_stride, mask=known, other=0)
-    a = tl.minimum(tl.maximum(accepted, 0), length.to(tl.int32))
-    count(errors_ptr, _ACCEPTED, live & (a != accepted), o_b)
-    if not KEEPS_HISTORY:
-        count(errors_ptr, _CONV_ZERO_ACCEPT, live & (length > 0) & (a == 0), o_b)
-
-    align = known & (o_b < batch * has_align)
-    computed = tl.load(computed_ptr + request.to(tl.int64) * computed_stride, mask=align, other=0)
-    count(errors_ptr, _COLUMN, computed < 0, o_b)
-    computed = tl.maximum(computed, 0).to(tl.int64)
-    offset = computed % block_size
-    must = align & ((offset + length >= block_size) | ((computed > 0) & (offset == 0)))
-    deferred = live & (o_b < batch * has_pending)
-    eager = live & (live == 0)
+    eager = mask & (mask == 0)
     if eager_ptr is not None:
         eager = tl.load(eager_ptr + o_b * eager_stride, mask=deferred, other=0) != 0
-    count(errors_ptr, _EAGER_MISSED, deferred & must & (eager == 0), o_b)
-    fold = live & (a > 0) & ((deferred == 0) | eager | must)
+    slot, row, live, met = live_rows(
+        state_indices_ptr, record_rows_ptr, staged_ptr, current_ptr, o_b, slot_stride, row_stride, staged_stride,
+        current_stride, batch, num_slots, num_rows, has_rows, has_owners,
+    )  # fmt: skip
+    request = tl.where(given, request, o_b)
+    known = mask & (request >= 0) & (request < num_requests)
+    accepted = tl.load(accepted_ptr + request.to(tl.int64) * accepted_stride, mask=known, other=0)
+    computed = tl.load(
+        computed_ptr + request.to(tl.int64) * computed_stride, mask=known & (o_b < batch * has_align), other=0
+    )
 
-    final = block_of(
-        table_ptr, request, (computed + a - 1) // block_size, table_stride, table_column_stride, width, num_slots,
-        fold & align, o_b, errors_ptr,
-    )  # fmt: skip
-    final = tl.where(o_b < batch * has_align, final, slot)
-    count(errors_ptr, _EAGER_NULL, fold & (final == 0), o_b)
-    fold = fold & (final > 0)
-    to_boundary = (block_size - offset).to(tl.int32)
-    boundary = block_of(
-        table_ptr, request, computed // block_size, table_stride, table_column_stride, width, num_slots,
-        fold & align & (to_boundary <= a), o_b, errors_ptr,
-    )  # fmt: skip
+    length = tl.minimum(tl.maximum(end - begin, 0), Q)
+    a = tl.minimum(tl.maximum(accepted, 0), length.to(tl.int32))
+    met |= bad(_QUERY_LEN, live & (length != end - begin)) | bad(_REQUEST, live & (known == 0))
+    met |= bad(_ACCEPTED, live & (a != accepted))
+    if not KEEPS_HISTORY:
+        met |= bad(_CONV_ZERO_ACCEPT, live & (length > 0) & (a == 0))
+    deferred = deferred & live
+    fold = live & (a > 0) & ((deferred == 0) | eager)
+    final, boundary, to_boundary = slot, tl.zeros_like(slot), tl.zeros_like(slot)
+    if has_align > 0:
+        # A window is no longer than a block, so it ends in this block or the next: one division, in 32 bits.
+        met |= bad(_COLUMN, live & (computed < 0))
+        computed = tl.maximum(computed, 0)
+        column = (computed.to(tl.uint32) // tl.cast(block_size, tl.uint32)).to(tl.int32)
+        offset = computed - column * block_size
+        to_boundary = block_size - offset
+        must = live & known & ((length >= to_boundary) | ((computed > 0) & (offset == 0)))
+        met |= bad(_EAGER_MISSED, deferred & must & (eager == 0))
+        fold = (fold | must) & (a > 0)
+        p_table = table_ptr + request.to(tl.int64) * table_stride
+        final, met_final = block_of(
+            p_table, column + (a > to_boundary).to(tl.int32), table_column_stride, width, num_slots, fold
+        )
+        boundary, met_boundary = block_of(
+            p_table, column, table_column_stride, width, num_slots, fold & (to_boundary <= a)
+        )
+        met |= met_final | bad(_EAGER_NULL, fold & (final == 0))
+        fold = fold & (final > 0)
+        met |= tl.where(fold, met_boundary, 0)
+        boundary = tl.where(fold, boundary, 0)
 
     tl.store(pending_ptr + row.to(tl.int64) * pending_stride, tl.where(fold, 0, a), mask=deferred)
     tl.store(commit_lens_ptr + o_b, tl.where(fold, a, 0), mask=mask)
     tl.store(final_ptr + o_b, tl.where(fold, final, 0), mask=mask)
     tl.store(boundary_ptr + o_b, boundary, mask=mask)
     tl.store(boundary_lens_ptr + o_b, tl.where(boundary > 0, to_boundary, 0), mask=mask)
+    count(errors_ptr, met, o_b)
 
 
 @triton.jit(
@@ -188,19 +199,19 @@ def graphrt_flush_plan_kernel(
     """Fold every pending record of the rows in place; `zero` (drain) takes them off `pending` as well."""
     o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = o_b < batch
-    slot, row, live = live_rows(
+    slot, row, live, met = live_rows(
         state_indices_ptr, record_rows_ptr, staged_ptr, current_ptr, o_b, slot_stride, row_stride, staged_stride,
-        current_stride, batch, num_slots, num_rows, 1, has_owners, errors_ptr,
+        current_stride, batch, num_slots, num_rows, 1, has_owners,
     )  # fmt: skip
     p_pending = pending_ptr + row.to(tl.int64) * pending_stride
     pending = tl.load(p_pending, mask=mask & live, other=0)
     n = tl.minimum(tl.maximum(pending, 0), Q)
-    count(errors_ptr, _PENDING, live & (n != pending), o_b)
     tl.store(p_pending, tl.zeros_like(n), mask=live & (o_b < batch * zero))
     tl.store(commit_lens_ptr + o_b, n, mask=mask)
     tl.store(final_ptr + o_b, tl.where(n > 0, slot, 0), mask=mask)
     tl.store(boundary_ptr + o_b, tl.zeros_like(n), mask=mask)
     tl.store(boundary_lens_ptr + o_b, tl.zeros_like(n), mask=mask)
+    count(errors_ptr, met | bad(_PENDING, live & (n != pending)), o_b)
 
 
 @triton.jit(

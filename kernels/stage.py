@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..errors import ErrorKind
 from ..steps import Advance, Staged, StageSources, StepBegin
-from .plan import count
+from .plan import bad, count
 from .recurrence import NO_CONTRACTION
 
 BLOCK = 128
@@ -80,16 +80,17 @@ def _stage(
     i_c = tl.program_id(1)
     o_b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask, live = o_b < max_num_reqs, o_b < num_reqs
+    # Every load that waits for no other comes first.
     slot = _entries(slot_src, o_b, slot_stride, slot_count, live, 0)
     row = _entries(row_src, o_b, row_stride, row_count, live, -1)
     generation = _entries(generation_src, o_b, generation_stride, generation_count, live, 0)
+    request = _entries(request_src, o_b, request_stride, request_count, live, 0)
+    request = tl.where(o_b < request_count, request, o_b)
     compared = live & (generation != 0) & (row >= 0) & (row < num_current)
     current = tl.load(current_ptr + row.to(tl.int64), mask=compared, other=0)
     stale = compared & (current != generation)
     slot, row = tl.where(stale, 0, slot), tl.where(stale, -1, row)
     owned = live & ((slot > 0) | (row >= 0))
-    request = _entries(request_src, o_b, request_stride, request_count, live, 0)
-    request = tl.where(o_b < request_count, request, o_b)
     known = owned & (request >= 0) & (request < num_requests)
 
     if i_c > 0:
@@ -101,16 +102,17 @@ def _stage(
         tl.store(p_out, blocks, mask=mask[:, None] & (o_c < width)[None, :])
         return
 
-    count(errors_ptr, _STALE, stale, o_b)
-    count(errors_ptr, _REQUEST, owned & (known == 0), o_b)
     accepted = _entries(accepted_src, request, accepted_stride, accepted_count, known, 0)
     computed = _entries(computed_src, request, computed_stride, computed_count, known, 0)
+    moved = (o_b < num_reqs * begins) & (slot > 0) & (slot < num_slots) & (row >= 0) & (row < num_rows)
+    o_r = row.to(tl.int64)
+    pending = tl.load(pending_ptr + o_r, mask=moved, other=0)
     eager = _entries(eager_src, o_b, eager_stride, eager_count, owned, 0)
     with_end = o_b <= max_num_reqs
     offset = _entries(offset_src, tl.minimum(o_b, num_reqs), offset_stride, offset_count, with_end, 0)
     end = _entries(offset_src, tl.minimum(o_b + 1, num_reqs), offset_stride, offset_count, mask, 0)
     size = tl.maximum(block_size, 1)
-    into_block = tl.maximum(computed, 0).to(tl.int64) % size
+    into_block = (tl.maximum(computed, 0).to(tl.uint32) % tl.cast(size, tl.uint32)).to(tl.int64)
     near = (into_block + tl.maximum(end.to(tl.int64) - offset, 0) >= size) | ((computed > 0) & (into_block == 0))
     eager = tl.where(owned & ((near & (block_size > 0)) | (all_eager > 0)), 1, eager.to(tl.int32))
     tl.store(slot_ptr + o_b, slot, mask=mask)
@@ -120,12 +122,9 @@ def _stage(
     tl.store(computed_ptr + o_b, computed, mask=mask)
     tl.store(eager_ptr + o_b, eager.to(tl.uint8), mask=mask)
     tl.store(offset_ptr + o_b, offset, mask=with_end)
-
-    moved = (o_b < num_reqs * begins) & (slot > 0) & (slot < num_slots) & (row >= 0) & (row < num_rows)
-    o_r = row.to(tl.int64)
-    pending = tl.load(pending_ptr + o_r, mask=moved, other=0)
     tl.store(replay_ptr + o_r, pending, mask=moved)
     tl.store(pending_ptr + o_r, tl.zeros_like(pending), mask=moved)
+    count(errors_ptr, bad(_STALE, stale) | bad(_REQUEST, owned & (known == 0)), o_b)
 
 
 @triton.jit(do_not_specialize=_VOLATILE, do_not_specialize_on_alignment=_POINTERS)
@@ -226,12 +225,11 @@ def graphrt_stage_advance_kernel(
     aligned = keep & (o_b < batch * tl.minimum(block_size, 1))
     block = tl.load(table_ptr + o_b.to(tl.int64) * width + column, mask=aligned & (column < width), other=0)
     missing = aligned & ((block <= 0) | (block >= num_slots))
-    count(errors_ptr, _COLUMN, missing, o_b)
     keep = keep & (missing == 0)
     slot = tl.where(aligned, block, slot)
     asked = tl.load(length_ptr + o_b * length_stride, mask=ran, other=0)
     length = tl.minimum(tl.maximum(asked, 0), Q)
-    count(errors_ptr, _QUERY_LEN, keep & (length != asked), o_b)
+    met = bad(_COLUMN, missing) | bad(_QUERY_LEN, keep & (length != asked))
     length = tl.where(keep, length, 0)
 
     eager = tl.load(next_eager_ptr + o_b, mask=keep, other=0)
@@ -241,6 +239,7 @@ def graphrt_stage_advance_kernel(
     tl.store(next_eager_ptr + o_b, eager, mask=mask)
     tl.store(next_computed_ptr + o_b, tl.where(keep, computed, 0), mask=mask)
     tl.store(next_offset_ptr + o_b, tl.cumsum(length, 0) - length, mask=o_b <= max_num_reqs)
+    count(errors_ptr, met, o_b)
 
 
 def stage(

@@ -73,13 +73,18 @@ def test_the_target_is_the_device_in_use(two_devices, monkeypatch):
     assert build.target(torch.device("cuda:1")) == "sm_103a"
 
 
-def test_an_unknown_architecture_falls_back_with_its_name(two_devices):
-    """A device newer than the DSL is refused by name before anything is traced, and Triton takes over (B95)."""
+def test_an_unknown_architecture_falls_back_with_its_name(two_devices, monkeypatch):
+    """A device newer than the DSL is refused by name before anything is traced, and Triton takes over; so is a value
+    of CUTE_DSL_ARCH that is no architecture (B95).
+    """
     support = backends.supports("fp32_deferred", facts_of("cuda:2"))
     assert not support and "does not know sm_999a" in support.reason
     choice = backends.choose("auto", facts_of("cuda:2"))
     assert choice.backend.name == "triton" and "sm_999a" in choice.reason
     assert backends.supports("fp32_deferred", facts_of("cuda:1"))
+    monkeypatch.setenv("CUTE_DSL_ARCH", "banana")
+    support = backends.supports("fp32_deferred", facts_of("cuda:1"))
+    assert not support and "does not know banana, which CUTE_DSL_ARCH asks for" in support.reason
 
 
 def test_a_mixed_installation_falls_back_with_one_sentence(two_devices, monkeypatch):

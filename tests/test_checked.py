@@ -6,6 +6,8 @@ from rig import Pool, Snapshot, Target
 from steps import Batch, Row, commit, conv_verify, core_verify, verify
 from truth import run_step, start
 
+from graphrt import RecordSlots
+
 CPU = Target("torch", "cpu")
 HUGE = 1 << 30
 
@@ -175,3 +177,67 @@ def test_a_second_verify_of_the_same_records_without_a_commit_is_a_wrong_order(c
     core_verify(Batch(pool, [Row(4, 1, 4)]), 0, deferred=True, **checked)
     with pytest.raises(RuntimeError):
         core_verify(Batch(pool, [Row(3, 0, 4)]), 0, deferred=True, **checked)
+
+
+def served_pool(checked, names, **changes):
+    """A pool with a ledger of its own, its requests verified and not committed."""
+    pool = Pool(CPU, CPU.shape(layers=1, **changes), **checked)
+    ledger = RecordSlots(pool.shape.rows, pool.device)
+    pool.pending = ledger.pending
+    rows = [ledger.admit(name) for name in names]
+    start(pool, {row: 3 + row for row in rows})
+    core_verify(open_batch(pool, rows), 0, deferred=True, **checked)
+    return pool, ledger
+
+
+def open_batch(pool, rows):
+    """Four tokens for each of these record rows."""
+    return Batch(pool, [Row(3 + row, row, 4) for row in rows])
+
+
+@pytest.mark.parametrize("event", ["release", "admit", "preempt", "reset", "load"])
+def test_what_one_ledger_does_is_nothing_to_the_rows_of_another(checked, event):
+    """Target and draft model in one process: the draft's rows change owners, the target's steps stay open (B91)."""
+    target, _ = served_pool(checked, ["a", "b"])
+    draft, ledger = served_pool(checked, ["a", "b"], heads=1)
+    if event == "release":
+        ledger.release("a")
+    elif event == "admit":
+        ledger.release("a")
+        assert ledger.admit("c") == 0
+    elif event == "preempt":
+        ledger.preempt("a")
+    elif event == "reset":
+        ledger.reset()
+    else:
+        other = RecordSlots(draft.shape.rows, draft.device)
+        ledger.restore(other.contents())
+    for call in (
+        lambda: core_verify(open_batch(target, [0]), 0, deferred=True, **checked),
+        lambda: target.context.drain(target.int32([3]), target.int32([0]), target.pending),
+    ):
+        with pytest.raises(RuntimeError, match=r"^record row 0 was verified and not committed"):
+            call()
+    core_verify(open_batch(draft, [0]), 0, deferred=True, **checked)
+    if event in ("release", "admit", "preempt"):
+        with pytest.raises(RuntimeError, match=r"^record row 1 was verified"):
+            core_verify(open_batch(draft, [1]), 0, deferred=True, **checked)
+
+
+def test_a_stock_verify_names_no_ledger_until_its_commit_does(checked):
+    """Its rows have no pending counts: any ledger may be theirs, and a row that has a new owner never raises."""
+    pool, ledger = served_pool(checked, ["a"])
+    other, others = served_pool(checked, ["a"], heads=1)
+    ledger.reset()
+    row = ledger.admit("b")
+    stock = open_batch(pool, [row])
+    core_verify(stock, 0, deferred=False, **checked)
+    ledger.release("b")
+    core_verify(stock, 0, deferred=False, **checked)
+    commit(stock, [1])
+    core_verify(stock, 0, deferred=False, **checked)
+    others.reset()
+    with pytest.raises(RuntimeError, match=r"^record row 0 was verified"):
+        core_verify(stock, 0, deferred=False, **checked)
+    commit(stock, [1])
+    core_verify(open_batch(other, [0]), 0, deferred=True, **checked)

@@ -111,10 +111,14 @@ def test_other_widths_match_the_oracle(backend_device, width, query_len, engine_
     assert same_bytes(pool.state(3, 0)[1], truths[2].exact[0].history)
 
 
-@pytest.mark.parametrize("conv_dim", [1, 7, 300])
+@pytest.mark.parametrize("conv_dim, programs", [(1, None), (7, None), (300, None), (600, 4)])
 @FIRST
-def test_any_number_of_channels_works(backend_device, conv_dim, conv_dim_first):
-    """Channels that fill no block of a kernel touch no neighbour; without a bias the sum starts at zero."""
+def test_any_number_of_channels_works(backend_device, conv_dim, programs, conv_dim_first, monkeypatch):
+    """Channels that fill no block of a kernel touch no neighbour, also where two programs share three blocks of them;
+    without a bias the sum starts at zero.
+    """
+    if programs and backend_device.backend != "torch":
+        monkeypatch.setattr("graphrt.kernels.conv.FOLD_PROGRAMS", programs)
     pool = conv_pool(backend_device, conv_dim=conv_dim, conv_dim_first=conv_dim_first, conv_bias=False)
     truths = start(pool, {2: 3, 1: 5})
     before = Snapshot(pool)

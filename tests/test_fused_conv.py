@@ -104,6 +104,20 @@ def test_other_widths_and_no_bias_fuse_as_well(backend_device, deferred, width, 
             commit(step, counts, deferred=deferred)
 
 
+@DEFERRED
+@pytest.mark.parametrize("width", [4, 6], ids=["one launch", "two launches"])
+def test_a_bad_value_is_counted_once_by_the_fused_verify(backend_device, deferred, width):
+    """Convolution and verify meet the same rows: one event of each, however many launches it takes."""
+    backend_device.spare(deferred or width != 4)
+    pool = fused_pool(backend_device, width=width)
+    for slot in (3, 5, 7, 9):
+        pool.fill(slot)
+    pool.pending[2] = 77
+    rows = [Row(3, 0, 4), Row(1 << 30, 1, 2), Row(5, 99, 1), Row(7, 2, 3), Row(9, 3, 6), Row(0, -1, 5)]
+    fused(Batch(pool, rows), deferred=deferred)
+    assert pool.errors() == {"slot": 1, "row": 1, "query_len": 2} | ({"pending": 1} if deferred else {})
+
+
 def test_projections_may_lie_apart(backend_device):
     """q, k and v in memory of their own give the bits of one packed projection."""
     pool = fused_pool(backend_device)

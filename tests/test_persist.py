@@ -1,17 +1,21 @@
 """save_state and load_state: a run goes on bit for bit, with nothing folded, and what does not fit is refused."""
 
+import errno
 import json
+import os
 import re
+import stat
+from pathlib import Path
 
 import pytest
 import torch
 from rig import Pool, Snapshot, Target, same_bytes
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from steps import Batch, Row, commit, core_verify, verify
 from truth import start
 
-from graphrt import Owners, RecordSlots, load_state, save_state, weights_fingerprint
+from graphrt import Owners, RecordSlots, load_state, persist, save_state, weights_fingerprint
 
 CPU = Target("torch", "cpu")
 
@@ -249,6 +253,66 @@ def test_a_file_that_cannot_be_written_leaves_the_earlier_one(tmp_path):
     assert path.read_bytes() == whole and [p.name for p in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.parametrize("when", ["writing", "to the disk", "put in place", "stopped"])
+def test_a_save_that_fails_half_way_leaves_the_earlier_file_and_no_other(tmp_path, monkeypatch, when):
+    """A full disk, a device error, a folder that takes nothing, an interrupt: the earlier file loads as before."""
+    pool, ledger = running(CPU)
+    path = tmp_path / "run.safetensors"
+    save_state(path, pool.context, ledger)
+    before = path.read_bytes()
+
+    def fail(*_):
+        raise OSError(errno.EIO, "the device failed")
+
+    def half(tensors, part, metadata):
+        Path(part).write_bytes(before[: len(before) // 2])
+        raise KeyboardInterrupt if when == "stopped" else SafetensorError("no space left")
+
+    where = {"to the disk": ("fsync", fail), "put in place": ("replace", fail)}.get(when)
+    if where is None:
+        monkeypatch.setattr(persist, "save_file", half)
+    else:
+        monkeypatch.setattr(persist.os, *where)
+    with pytest.raises(KeyboardInterrupt if when == "stopped" else OSError):
+        save_state(path, pool.context, ledger)
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == [path] and path.read_bytes() == before
+    other, loaded = empty(pool)
+    load_state(path, other.context, loaded)
+    assert loaded.pending.tolist() == ledger.pending.tolist()
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """All of it is synced, then renamed, then the folder is synced: a crash leaves the old file or the new one."""
+    pool, ledger = running(CPU)
+    path, happened = tmp_path / "run.safetensors", []
+
+    def fsync(descriptor):
+        status = os.fstat(descriptor)
+        happened.append("folder" if stat.S_ISDIR(status.st_mode) else status.st_size)
+
+    def replace(source, target):
+        happened.append("renamed")
+        return rename(source, target)
+
+    rename = os.replace
+    monkeypatch.setattr(persist.os, "fsync", fsync)
+    monkeypatch.setattr(persist.os, "replace", replace)
+    save_state(path, pool.context, ledger)
+    assert happened == [path.stat().st_size, "renamed", "folder"]
+
+
+def test_a_save_touches_no_file_but_its_own(tmp_path):
+    """Whatever else is in the folder stays, also under a name such as programs give to parts of files."""
+    pool, ledger = running(CPU)
+    others = {name: tmp_path / name for name in ("run.safetensors.part", ".run.safetensors.part", "run.safetensors~")}
+    for name, other in others.items():
+        other.write_text(name)
+    save_state(tmp_path / "run.safetensors", pool.context, ledger)
+    assert {p.name for p in tmp_path.iterdir()} == {*others, "run.safetensors"}
+    assert all(other.read_text() == name for name, other in others.items())
+
+
 def test_a_bound_that_is_a_whole_number_has_one_fingerprint():
     """-5 and -5.0 are the same gate: a configuration may have it either way."""
     pool = Pool(CPU, CPU.shape(layers=1, heads=1, lower_bound=-5.0))
@@ -285,6 +349,19 @@ def test_what_cannot_be_saved_or_loaded_is_named(tmp_path):
     ledger.admit(("a", 1))
     with pytest.raises(ValueError, match=r"^ledger: .*str or int.*\('a', 1\)"):
         save_state(tmp_path / "run", pool.context, ledger)
+
+
+@pytest.mark.parametrize("path", ["", ".", "folder", "run\0", b"run", 3, None])
+def test_a_path_that_names_no_file_is_refused_by_name(tmp_path, monkeypatch, path):
+    """On both ways, before anything is read or written."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    pool, ledger = running(CPU)
+    other, loaded = empty(pool)
+    for call, arguments in ((save_state, (pool.context, ledger)), (load_state, (other.context, loaded))):
+        with pytest.raises(ValueError, match=r"^path: expected "):
+            call(path, *arguments)
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
 
 
 def test_an_open_step_is_not_saved(tmp_path):

@@ -189,8 +189,8 @@ MUTANTS = (
     Mutant(
         "Triton: a null row of a live record row loses its count",
         "kernels/plan.py",
-        "    live = live & (row >= 0) & (row < num_rows)\n",
-        "    live = mask & (row >= 0) & (row < num_rows)\n",
+        "    live = live & has_row\n",
+        "    live = mask & has_row\n",
         ("tests/test_commit.py", "tests/test_traces.py"),
         TRITON,
     ),
@@ -354,8 +354,8 @@ MUTANTS = (
     Mutant(
         "a recording drains rows that the mask leaves out",
         "capture/step.py",
-        "self.flush_rows[:num_reqs]",
-        "(self.flush_rows[:num_reqs] * 0 + 1)",
+        "torch.where(flushed, rows.record_rows, nobody, out=drained)",
+        "torch.where(flushed | True, rows.record_rows, nobody, out=drained)",
         STEP,
     ),
     Mutant(

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from . import bench, demo, doctor, graph, plan, profile
+from .common import user_errors
 
 app = typer.Typer(
     help="CUDA-graph-centric runtime for speculative decoding with Kimi Delta Attention.",
@@ -28,6 +29,11 @@ def main(
     ] = False,
 ) -> None:
     """Options before the subcommand."""
+    from graphrt.environment import ANNOTATE, CHECK
+
+    with user_errors():
+        for switch in (ANNOTATE, CHECK):
+            switch.is_on()
 
 
 for command in (doctor.doctor, plan.plan, demo.demo, bench.bench, graph.graph, profile.profile):

@@ -8,8 +8,9 @@ import typer
 from rich.console import RenderableType
 from rich.table import Table
 
-from .benches import BENCHES, Bench, Figure
-from .common import JsonOption, as_json, refusal, show, working
+from .benches import BENCHES, Figure
+from .common import option_error, refusal, working
+from .outputs import JsonOption, show, writable_folder, write_json
 
 _NAMES = ", ".join(BENCHES)
 
@@ -17,11 +18,21 @@ _NAMES = ", ".join(BENCHES)
 def bench(
     names: Annotated[list[str] | None, typer.Argument(metavar="[BENCH]...", help=f"Some of {_NAMES}.")] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep results, logs and plots (with matplotlib) here.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", callback=writable_folder, help="Keep results, logs and plots (with matplotlib) here."
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few sizes and few repeats.")] = False,
     earlier: Annotated[
-        Path | None, typer.Option("--from", metavar="DIR", help="Measure nothing: show the results in this folder.")
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            help="Measure nothing: show the results in this folder.",
+        ),
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -38,20 +49,22 @@ def bench(
     """
     for name in names or []:
         if name not in BENCHES:
-            raise typer.BadParameter(f"BENCH: expected some of {_NAMES}, got {name!r}")
-    missed: dict[str, str] = {}
+            raise option_error("[BENCH]...", f"expected some of {_NAMES}, got {name!r}")
+    for option, given in {"--out": out is not None, "--quick": quick}.items():
+        if earlier is not None and given:
+            raise typer.BadParameter(f"--from measures nothing, so there is nothing for {option} to do")
     if earlier is not None:
-        figures = _read(earlier, names)
+        figures, missed = _kept(earlier, names)
     else:
         with TemporaryDirectory() as folder:
             figures, missed = _measured(Path(folder) if out is None else out, names, quick)
     notes = [f"left out {name}, {BENCHES[name].about}: {why}" for name, why in missed.items()]
     if not figures:
-        raise refusal("; ".join(notes) or f"no results in {earlier}")
+        raise refusal("; ".join(notes) or f"no results of benches in {earlier}")
     if out is not None:
         notes.append(f"results, logs and plots: {out}")
     show([_table(figures), *notes], json_file)
-    as_json({"figures": [figure._asdict() for figure in figures], "notes": notes}, json_file)
+    write_json({"figures": [figure._asdict() for figure in figures], "notes": notes}, json_file)
     if names and missed:
         raise typer.Exit(1)
 
@@ -61,38 +74,37 @@ def _measured(out: Path, names: list[str] | None, quick: bool) -> tuple[list[Fig
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise typer.BadParameter(f"cannot make {out}: {error.strerror}") from error
+        raise option_error("--out", f"cannot make {out}: {error.strerror}") from error
     figures: list[Figure] = []
     missed: dict[str, str] = {}
     for one in [BENCHES[name] for name in names] if names else [one for one in BENCHES.values() if one.usual]:
-        why = one.why_not() or _run(one, out, quick)
-        if why:
+        if why := one.why_not():
             missed[one.name] = why
-        else:
-            figures += one.read(out / one.result)
+            continue
+        try:
+            with working(f"{one.name}: {one.about}"):
+                one.run(out, quick)
+            figures += one.figures(out)
+        except (RuntimeError, ValueError) as error:
+            missed[one.name] = str(error)
     return figures, missed
 
 
-def _run(one: Bench, out: Path, quick: bool) -> str:
-    """Run a bench; why it failed, or nothing."""
-    with working(f"{one.name}: {one.about}"):
-        try:
-            one.run(out, quick)
-        except RuntimeError as error:
-            return str(error)
-    return ""
-
-
-def _read(folder: Path, names: list[str] | None) -> list[Figure]:
+def _kept(folder: Path, names: list[str] | None) -> tuple[list[Figure], dict[str, str]]:
+    """What was measured into `folder`; and by name, why there is nothing of the others that were named."""
     figures: list[Figure] = []
+    missed: dict[str, str] = {}
     for one in BENCHES.values():
-        path = folder / one.result
-        if path.is_file() and (not names or one.name in names):
-            try:
-                figures += one.read(path)
-            except (ValueError, KeyError, TypeError) as error:
-                raise typer.BadParameter(f"{path} is no result of {one.tool} ({error!r})") from error
-    return figures
+        if names and one.name not in names:
+            continue
+        if not (folder / one.result).is_file():
+            missed |= {one.name: f"no {one.result} in {folder}"} if names else {}
+            continue
+        try:
+            figures += one.figures(folder)
+        except ValueError as error:
+            raise option_error("--from", str(error)) from error
+    return figures, missed
 
 
 def _table(figures: list[Figure]) -> RenderableType:

@@ -81,32 +81,55 @@ class Bench:
             last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
             raise RuntimeError(f"{self.tool} failed: {''.join(last)} (all of it in {out / self.name}.log)")
 
+    def figures(self, out: Path) -> list[Figure]:
+        """What lies in folder `out` of an earlier run.
+
+        Raises:
+            ValueError: naming the file and what is wrong with it.
+        """
+        path = out / self.result
+        try:
+            return list(self.read(path))
+        except KeyError as error:
+            why = f"it has no {error}"
+        except json.JSONDecodeError as error:
+            why = f"it is no JSON ({error})"
+        except UnicodeDecodeError:
+            why = "it is no text"
+        except OSError as error:
+            why = f"it cannot be read: {error.strerror}"
+        except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+            why = f"its values have another form ({error})"
+        raise ValueError(f"{path} is no result of {self.tool}: {why}")
+
 
 def _step(path: Path) -> Iterable[Figure]:
     for row in sorted(json.loads(path.read_text(encoding="utf-8"))["rows"], key=lambda row: int(row["batch"])):
         for what, floor in (("deferred", "floor"), ("eager", "floor"), ("fold", "two_pass"), ("flush", "two_pass")):
             if what in row:
-                yield Figure("step", f"{row['batch']} rows", what, row[what], "us", row[what] / row[floor])
+                time = float(row[what])
+                yield Figure("step", f"{row['batch']} rows", what, time, "us", time / float(row[floor]))
 
 
 def _host(path: Path) -> Iterable[Figure]:
     for result in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         if "form" in result:
             case = f"{result['rows']} rows, {result['form']}"
-            yield Figure("host", case, "stage + replay", result["stage_us"] + result["replay_us"], "us", None)
+            time = float(result["stage_us"]) + float(result["replay_us"])
+            yield Figure("host", case, "stage + replay", time, "us", None)
 
 
 def _nvtx(path: Path) -> Iterable[Figure]:
     for result in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         case = "tool attached" if result["attached"] else "no tool"
         for what, value in result["ns"].items():
-            yield Figure("nvtx", case, what, value, "ns", None)
+            yield Figure("nvtx", case, what, float(value), "ns", None)
 
 
 def _replay(path: Path) -> Iterable[Figure]:
     for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
         for what in ("deferred", "eager"):
-            yield Figure("replay", f"{row['batch']} rows", what, row[what], "us", None)
+            yield Figure("replay", f"{row['batch']} rows", what, float(row[what]), "us", None)
 
 
 def _peers(path: Path) -> Iterable[Figure]:

@@ -1,14 +1,12 @@
-"""What the subcommands share: devices, errors in one sentence, JSON beside the tables, progress."""
+"""What the subcommands share: devices, errors in one sentence, progress."""
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -34,12 +32,6 @@ class Backend(StrEnum):
 
 DeviceOption = Annotated[Device, typer.Option(help="Where to run.")]
 BackendOption = Annotated[Backend, typer.Option(help="Which kernels to run.")]
-JsonOption = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Also write the result here as JSON; - prints JSON and nothing else."),
-]
-
-STDOUT = Path("-")
 
 
 def torch_device(device: Device) -> "torch.device":
@@ -53,13 +45,23 @@ def torch_device(device: Device) -> "torch.device":
     if device is Device.CPU or (device is Device.AUTO and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise typer.BadParameter("device: expected a CUDA device for 'cuda', and torch finds none")
+        raise option_error("--device", "expected a CUDA device for 'cuda', and torch finds none")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+# What an option sets, as the package's own messages name it.
+_OPTIONS = {
+    "accepted": "--accepted",
+    "backend": "--backend",
+    "head_dim": "--head-dim",
+    "num_slots": "--slots",
+    "tensor_parallel": "--tp",
+}
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """What a user can put right comes as one sentence, without a traceback.
+    """What a user can put right comes as one sentence that names the option, without a traceback.
 
     A value that does not fit is a usage error (exit status 2); a step that cannot be recorded, or has no room, exit
     status 1.
@@ -71,55 +73,29 @@ def user_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+        name, _, text = str(error).partition(": ")
+        option = _OPTIONS.get(name.rpartition(".")[2])
+        raise option_error(option, text) if option else typer.BadParameter(str(error)) from error
     except CaptureError as error:
         raise refusal(str(error)) from error
-    except torch.OutOfMemoryError as error:
-        told = str(error).partition(". ")[0]
-        raise refusal(f"{told}: take fewer rows or layers; `graphrt plan` says what a shape needs") from error
+    except RuntimeError as error:
+        # On the CPU torch has no class for it.
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        told = str(error).partition("DefaultCPUAllocator: ")[2] or str(error)
+        advice = "take fewer rows or layers; `graphrt plan` says what a shape needs"
+        raise refusal(f"{told.partition('. ')[0]}: {advice}") from error
+
+
+def option_error(option: str, text: str) -> typer.BadParameter:
+    """A usage error (exit status 2) about the value of an option."""
+    return typer.BadParameter(text, param_hint=f"'{option}'")
 
 
 def refusal(text: str) -> typer.Exit:
     """Say on standard error why nothing was done; the caller raises what comes back, exit status 1."""
     Console(stderr=True).print(Text(f"error: {text}", style="red"), soft_wrap=True)
     return typer.Exit(1)
-
-
-def quiet(target: Path | None) -> bool:
-    """Whether standard output belongs to JSON."""
-    return target == STDOUT
-
-
-def as_json(value: Any, target: Path | None) -> None:
-    """Write `value` where `--json` asked for it."""
-    if target is None:
-        return
-    text = json.dumps(value, indent=2)
-    if quiet(target):
-        typer.echo(text)
-    else:
-        write_text(target, text + "\n")
-
-
-def show(parts: Iterable[RenderableType], target: Path | None) -> None:
-    """Print tables and lines, unless standard output belongs to JSON."""
-    if not quiet(target):
-        console = Console()
-        for part in parts:
-            # A line stays one line, for people copy commands from it.
-            console.print(part, soft_wrap=isinstance(part, str | Text))
-
-
-def write_text(target: Path, text: str) -> None:
-    """Write a file of the user's.
-
-    Raises:
-        typer.BadParameter: if it cannot be written.
-    """
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write {target}: {error.strerror}") from error
 
 
 @contextmanager

@@ -6,15 +6,18 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from .common import Backend, BackendOption, Device, DeviceOption, JsonOption, as_json, quiet, torch_device, user_errors
+from .common import Backend, BackendOption, Device, DeviceOption, torch_device, user_errors
+from .outputs import STDOUT, JsonOption, plain_console, write_json
 
 
 def demo(
     device: DeviceOption = Device.AUTO,
     backend: BackendOption = Backend.AUTO,
-    requests: Annotated[int, typer.Option(min=1, help="Requests to decode.")] = 6,
-    batch: Annotated[int, typer.Option(min=1, help="Rows decoded at once; requests beyond it wait.")] = 4,
-    tokens: Annotated[int, typer.Option(min=1, help="New tokens of the longest request.")] = 64,
+    requests: Annotated[int, typer.Option(min=1, max=256, help="Requests to decode.")] = 6,
+    batch: Annotated[int, typer.Option(min=1, max=256, help="Rows decoded at once; requests beyond it wait.")] = 4,
+    tokens: Annotated[
+        int, typer.Option(min=1, max=2048, help="New tokens of the longest request; 1000 take a minute on a CPU.")
+    ] = 64,
     query_len: Annotated[int, typer.Option(min=1, max=16, help="Window: 1 + most draft tokens.")] = 8,
     json_file: JsonOption = None,
 ) -> None:
@@ -35,9 +38,9 @@ def demo(
         options = DemoOptions(torch_device(device), backend.value, requests, batch, tokens, query_len)
     with _ProgressDisplay() as display:
         report = run_demo(options, display.update)
-    if not quiet(json_file):
-        show(report, Console())
-    as_json(report.as_json(), json_file)
+    if json_file != STDOUT:
+        show(report, plain_console())
+    write_json(report.as_json(), json_file)
     raise typer.Exit(0 if report.passed else 1)
 
 

@@ -15,7 +15,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from .common import Backend, BackendOption, Device, DeviceOption, JsonOption, as_json, in_bytes, show, torch_device
+from .common import Backend, BackendOption, Device, DeviceOption, in_bytes, torch_device
+from .outputs import JsonOption, show, write_json
 from .shape import (
     USUAL_TENSOR_PARALLEL,
     CheckpointDtypeOption,
@@ -61,7 +62,10 @@ def doctor(
     trial: Annotated[bool, typer.Option(help="Run a small step and compare it with the plain form.")] = True,
     json_file: JsonOption = None,
 ) -> None:
-    """What is installed, which backend would run a model here and why not a better one. Exit status 1 if none does.
+    """What is installed, which backend would run a model here, and why not a better one.
+
+    Exit status 1 if a package is missing, if no backend can run, or not the one that --backend names, and if the trial
+    step fails or is wrong.
 
     \b
     Examples:
@@ -85,7 +89,7 @@ def doctor(
     heads = model.heads // USUAL_TENSOR_PARALLEL[preset]
     findings = [*_installed(), *_machine(), *_runs(backend.value, facts, model, heads, trial)]
     show([_table(model, facts, findings)], json_file)
-    as_json([asdict(finding) for finding in findings], json_file)
+    write_json([asdict(finding) for finding in findings], json_file)
     raise typer.Exit(1 if any(finding.state is State.BAD for finding in findings) else 0)
 
 
@@ -186,9 +190,12 @@ def _runs(backend: str, facts: "Facts", model: "Model", heads: int, trial: bool)
     except ValueError as error:
         yield Finding("would run", State.BAD, str(error))
         return
+    name = choice.backend.name
     best = "torch" if facts.device.type == "cpu" else backends.BACKENDS[0]
-    state = State.OK if choice.backend.name in (backend, best) else State.NOTE
-    yield Finding("would run", state, f"{choice.backend.name}: {choice.reason}")
+    if backend in ("auto", name):
+        yield Finding("would run", State.OK if name in (backend, best) else State.NOTE, f"{name}: {choice.reason}")
+    else:
+        yield Finding("would run", State.BAD, f"{name} in place of {backend}, which was asked for: {choice.reason}")
     yield _eager_or_deferred(choice, facts, model, heads)
     if trial:
         yield _trial(choice, facts)

@@ -8,60 +8,27 @@ import typer
 from rich.console import RenderableType
 from rich.table import Table
 
-from .common import (
-    Backend,
-    BackendOption,
-    Device,
-    DeviceOption,
-    JsonOption,
-    as_json,
-    in_bytes,
-    show,
-    torch_device,
-    user_errors,
-    working,
-    write_text,
-)
-from .shape import (
-    BatchOption,
-    CheckpointDtypeOption,
-    CommitKind,
-    CommitOption,
-    Dtype,
-    DtypeOption,
-    HeadDimOption,
-    LayersOption,
-    LocalHeadsOption,
-    Preset,
-    PresetOption,
-    QueryLenOption,
-    workload_sizes,
-)
+from .common import in_bytes, user_errors, working
+from .outputs import JsonOption, show, writable_file, write, write_json
+from .shape import StepOptions, with_step_options
 
 if TYPE_CHECKING:
     from graphrt.capture import GraphNode, Recording
 
 
+@with_step_options
 def graph(
-    preset: PresetOption = Preset.KIMI_K3,
-    layers: LayersOption = None,
-    heads: LocalHeadsOption = None,
-    head_dim: HeadDimOption = None,
-    query_len: QueryLenOption = 8,
-    batch: BatchOption = None,
-    commit: CommitOption = CommitKind.DEFERRED,
-    device: DeviceOption = Device.AUTO,
-    backend: BackendOption = Backend.AUTO,
-    dtype: DtypeOption = Dtype.BF16,
-    checkpoint_dtype: CheckpointDtypeOption = Dtype.FP32,
+    step: StepOptions,
     every: Annotated[bool, typer.Option("--all", help="Every node on a line of its own.")] = False,
-    dot: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Graphviz graph; - prints it alone.")] = None,
+    dot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", callback=writable_file, help="Write a Graphviz graph; - prints it alone."),
+    ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Record a decode step and print its chain of kernels; on the CPU, its tape of launches.
 
-    Without options a step of the preset's size is recorded on a GPU, a small one
-    on the CPU.
+    Without options a step of the preset's size is recorded on a GPU, a small one on the CPU.
 
     \b
     Examples:
@@ -71,25 +38,16 @@ def graph(
       graphrt graph --json -
     """
     from graphrt.capture import record
-    from graphrt.workload import Workload
 
-    place = torch_device(device)
     with user_errors(), working("recording a step"):
-        sizes = workload_sizes(
-            place, preset=preset, layers=layers, heads=heads, head_dim=head_dim, query_len=query_len, batch=batch,
-            accepted=None, dtype=dtype, checkpoint_dtype=checkpoint_dtype,
-        )  # fmt: skip
-        choice = None if commit is CommitKind.AUTO else commit.value
-        workload = Workload(sizes, place, backend=backend.value, commit=choice)
-        recording = record(workload.run, device=place, name=f"{commit.value} step of {sizes.batch} rows")
+        workload = step.workload()
+        sizes = workload.sizes
+        name = f"{step.commit.value} step of {sizes.batch} rows"
+        recording = record(workload.run, device=workload.device, name=name)
     about = f"{sizes.layers} layers of {sizes.heads} heads x {sizes.head_dim}, {workload.context.backend}"
-    target = Path("-") if dot == Path("-") else json_file
-    show(_parts(recording, about, every), target)
-    if dot == Path("-"):
-        typer.echo(recording.topology().dot(), nl=False)
-    elif dot is not None:
-        write_text(dot, recording.topology().dot())
-    as_json({**recording.topology().as_dict(), "pool_bytes": recording.pool_bytes}, json_file)
+    show(_parts(recording, about, every), dot, json_file)
+    write(recording.topology().dot(), dot)
+    write_json({**recording.topology().as_dict(), "pool_bytes": recording.pool_bytes}, json_file)
 
 
 class Run(NamedTuple):

@@ -7,7 +7,8 @@ import typer
 from rich.console import RenderableType
 from rich.table import Table
 
-from .common import JsonOption, as_json, in_bytes, show, user_errors
+from .common import in_bytes, user_errors
+from .outputs import JsonOption, show, write_json
 from .shape import (
     USUAL_TENSOR_PARALLEL,
     CheckpointDtypeOption,
@@ -35,7 +36,7 @@ def plan(
     requests: Annotated[int, typer.Option("--requests", "-R", min=1, max=2**20, help="Most requests of a step.")] = 256,
     slots: Annotated[
         int | None,
-        typer.Option(min=2, max=2**31 - 1, help="State slots, the null slot included; requests + 1 by default."),
+        typer.Option(min=2, max=2**24, help="State slots, the null slot included; requests + 1 if not given."),
     ] = None,
     checkpoint_dtype: CheckpointDtypeOption = Dtype.FP32,
     dtype: DtypeOption = Dtype.BF16,
@@ -69,7 +70,7 @@ def plan(
     with user_errors():
         found = footprint(model, service)
     show(_tables(model, service, found), json_file)
-    as_json(_as_json(model, service, found), json_file)
+    write_json(_as_json(model, service, found), json_file)
 
 
 def _tables(model: "Model", service: "Service", found: "Footprint") -> list[RenderableType]:

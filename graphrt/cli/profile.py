@@ -13,36 +13,9 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from .common import (
-    Backend,
-    BackendOption,
-    Device,
-    DeviceOption,
-    JsonOption,
-    as_json,
-    in_bytes,
-    show,
-    torch_device,
-    user_errors,
-    working,
-    write_text,
-)
-from .shape import (
-    AcceptedOption,
-    BatchOption,
-    CheckpointDtypeOption,
-    CommitKind,
-    CommitOption,
-    Dtype,
-    DtypeOption,
-    HeadDimOption,
-    LayersOption,
-    LocalHeadsOption,
-    Preset,
-    PresetOption,
-    QueryLenOption,
-    workload_sizes,
-)
+from .common import in_bytes, user_errors, working
+from .outputs import JsonOption, show, writable_file, write, write_json
+from .shape import StepOptions, with_step_options
 
 if TYPE_CHECKING:
     import torch
@@ -53,31 +26,30 @@ RANGE = "graphrt.profile"
 """Message of the NVTX range around the loop."""
 
 
+@with_step_options
 def profile(
+    step: StepOptions,
     context: typer.Context,
-    preset: PresetOption = Preset.KIMI_K3,
-    layers: LayersOption = None,
-    heads: LocalHeadsOption = None,
-    head_dim: HeadDimOption = None,
-    query_len: QueryLenOption = 8,
-    batch: BatchOption = None,
-    accepted: AcceptedOption = None,
-    commit: CommitOption = CommitKind.DEFERRED,
+    accepted: Annotated[
+        int | None, typer.Option(min=0, help="Tokens accepted by every row; half of the window.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Replays in the profiled part.")] = 20,
-    device: DeviceOption = Device.AUTO,
-    backend: BackendOption = Backend.AUTO,
-    dtype: DtypeOption = Dtype.BF16,
-    checkpoint_dtype: CheckpointDtypeOption = Dtype.FP32,
     torch_file: Annotated[
         Path | None,
-        typer.Option("--torch", metavar="FILE", help="Write a trace for Perfetto, with a lane for every phase."),
+        typer.Option(
+            "--torch",
+            metavar="FILE",
+            callback=writable_file,
+            help="Write a trace for Perfetto, with a lane for every phase; - prints it alone.",
+        ),
     ] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Replay a recorded step between cudaProfilerStart and Stop, and print how to profile exactly that.
 
-    The loop stands in the NVTX range graphrt.profile of the domain graphrt. Without a profiler it only takes the time.
-    Open the file of --torch at ui.perfetto.dev; tools/draw_timeline.py draws one step of it.
+    Without options the step has the preset's size on a GPU, a small one on the CPU. The loop stands in the NVTX range
+    graphrt.profile of the domain graphrt. Without a profiler it only takes the time. Open the file of --torch at
+    ui.perfetto.dev; tools/draw_timeline.py draws one step of it.
 
     \b
     Examples:
@@ -85,16 +57,9 @@ def profile(
       graphrt profile --commit eager --torch eager.json
       graphrt profile --layers 2 --steps 3 --json -
     """
-    from graphrt.workload import Workload
-
-    place = torch_device(device)
     with user_errors(), working("recording a step"):
-        sizes = workload_sizes(
-            place, preset=preset, layers=layers, heads=heads, head_dim=head_dim, query_len=query_len, batch=batch,
-            accepted=accepted, dtype=dtype, checkpoint_dtype=checkpoint_dtype,
-        )  # fmt: skip
-        choice = None if commit is CommitKind.AUTO else commit.value
-        workload = Workload(sizes, place, backend=backend.value, commit=choice)
+        workload = step.workload(accepted)
+        sizes, place = workload.sizes, workload.device
         workload.capture()
         workload.replay(3)
     loop = _loop(workload, place)
@@ -116,8 +81,8 @@ def profile(
         "trace": str(torch_file) if torch_file else None,
         "commands": commands,
     }
-    show(_lines(result, commands), json_file)
-    as_json(result, json_file)
+    show(_lines(result, commands), torch_file, json_file)
+    write_json(result, json_file)
 
 
 def _loop(workload: "Workload", place: "torch.device") -> Callable[[int], None]:
@@ -185,7 +150,7 @@ def _traced(loop: Callable[[int], None], steps: int, place: "torch.device", targ
         trace = load_trace(exported)
     if not slices_of(trace):
         raise typer.BadParameter("the profiler saw no launch; may this process use the GPU's performance counters?")
-    write_text(target, json.dumps(with_lanes(trace)))
+    write(json.dumps(with_lanes(trace)), target)
     return microseconds
 
 

@@ -13,14 +13,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from graphrt import KDALayer, allocate_records, kda_conv_verify, kda_deferred_verify
+from graphrt import FusedConv, KDALayer, allocate_records, kda_deferred_verify
 from graphrt.capture import Sampled, StepRows
 
 from .draft import accept_greedily, propose
 from .model import Block, ByteModel, ModelConfig
 
 ACTIVATIONS = torch.bfloat16
-"""What enters the convolutions and the KDA layers. Checkpoints and the rest of the model are FP32."""
+"""What enters the KDA layers, and their convolutions' weights. Checkpoints and the rest of the model are FP32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,8 @@ def _make_layer(
         local_num_heads=c.num_heads,
         head_dim=c.head_dim,
         gate_lower_bound=c.gate_lower_bound,
-        conv_weight=block.conv_weight,
+        # The trained weights are BF16 numbers: nothing is rounded.
+        conv_weight=block.conv_weight.to(ACTIVATIONS),
     )
 
 
@@ -147,11 +148,11 @@ class SpeculativeModel:
         step = (rows.query_start_loc, rows.state_indices, rows.spec_query_len)
         owned: dict[str, Any] = {"record_rows": rows.record_rows, "pending": rows.pending, "backend": self.backend}
         conv_state, checkpoint = state.kv_cache
-        mixed = kda_conv_verify(qkv, conv_state, block.conv_weight, None, *step, **owned)
-        q, k, v = mixed[None].unflatten(-1, (3, *heads)).unbind(2)
+        q, k, v = qkv[None].unflatten(-1, (3, *heads)).unbind(2)
         out = kda_deferred_verify(
             q, k, v, raw_g[None].unflatten(-1, heads), raw_beta[None], block.A_log, block.dt_bias,
-            c.gate_lower_bound, checkpoint, state.recoverssm_records, *step, **owned,
+            c.gate_lower_bound, checkpoint, state.recoverssm_records, *step,
+            conv=FusedConv(conv_state, cast(Tensor, state.conv_weight)), **owned,
         )  # fmt: skip
         return out[0].flatten(-2).float()
 

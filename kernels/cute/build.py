@@ -6,7 +6,6 @@ capture would spoil it.
 """
 
 import ctypes
-import os
 import struct
 import threading
 from collections.abc import Iterator
@@ -15,6 +14,8 @@ import cutlass
 import cutlass.cute as cute
 import torch
 from cutlass.cute.runtime import make_fake_stream
+
+from ...environment import cute_arch
 
 DTYPES = {
     torch.float32: cutlass.Float32,
@@ -29,8 +30,7 @@ _OPTIONS = "--ptxas-options '--fmad=false'"
 
 def target(device: torch.device | None) -> str:
     """Architecture to compile for: that of the device, with its specific features, or what CUTE_DSL_ARCH says."""
-    chosen = os.environ.get("CUTE_DSL_ARCH")
-    if chosen:
+    if chosen := cute_arch():
         return chosen
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}a"

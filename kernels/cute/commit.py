@@ -7,6 +7,7 @@ from cutlass.base_dsl.enums import Arch
 from torch import Tensor
 
 from ...backends import Facts, Support
+from ...environment import cute_arch
 from .build import DTYPES, Kernels, sm_count, target, tickets
 from .fold import FoldF32
 from .items import ROWS
@@ -49,7 +50,8 @@ def support_of(facts: Facts) -> Support:
         return Support(False, f"the CuTe DSL kernels need compute capability 9.0, {facts.device} has {capability}")
     arch = target(facts.device)
     if arch not in Arch.__members__:
-        return Support(False, f"this CuTe DSL ({cutlass.__version__}) does not know {arch}, that of {facts.device}")
+        whose = "which CUTE_DSL_ARCH asks for" if cute_arch() else f"that of {facts.device}"
+        return Support(False, f"this CuTe DSL ({cutlass.__version__}) does not know {arch}, {whose}")
     if not facts.aligned:
         return Support(False, "the CuTe DSL kernels take slots and record rows on 16 bytes")
     return Support(True, f"the FP32 CuTe DSL kernels run on {facts.device}")

@@ -5,10 +5,10 @@ import re
 
 import pytest
 import torch
-from engine import WINDOW, assert_same, int32
+from engine import CONV_DIM, DIM, HEADS, WINDOW, Engine, assert_same, int32
 from toy import Toy
 
-from graphrt import align_state_indices, error_counts, reset_errors
+from graphrt import RecordSlots, align_state_indices, error_counts, reset_errors
 from graphrt.capture import DecodeStep, Sampled, StepInputs
 
 PROMPTS = {0: ([1, 2, 3, 0, 1, 1, 2], 9), 1: ([2], 17), 2: ([3, 1, 0, 0, 2], 6)}
@@ -226,6 +226,59 @@ def test_any_flag_but_zero_flushes_a_row_into_its_own_slot(device, flag):
         plain.step.replay(3)
         assert torch.equal(toy.step.replayed, plain.step.replayed)
         assert_same(toy.everything(), plain.everything(), f"step {step}")
+
+
+@pytest.mark.parametrize("block_size", [None, 6])
+def test_checked_mode_finds_nothing_in_steps_that_are_right(device, monkeypatch, block_size):
+    """Launched from Python every call reads its values: rows out of the mask, padding and finished rows pass."""
+    align = {"slots": 13, "block_size": block_size, "width": 4} if block_size else {}
+    toy, plain, rng = Toy(device, flush=True, **align), Toy(device, flush=True, **align), random.Random(2)
+    for one in (toy, plain):
+        begin(one)
+    for step in range(20):
+        mask = int32([rng.randint(0, 1) for _ in range(3)], device)
+        for one, check in ((toy, "1"), (plain, "0")):
+            monkeypatch.setenv("GRAPHRT_CHECK", check)
+            one.step.flush_rows.copy_(mask)
+            one.step.run(3)
+        assert_same(toy.everything(), plain.everything(), f"step {step}")
+
+
+def test_a_step_that_raised_keeps_only_its_own_rows_open(device, monkeypatch):
+    """Checked mode: the rows are those of the step's ledger, though its verifies are given other counts (B91)."""
+    monkeypatch.setenv("GRAPHRT_CHECK", "1")
+    engine, others = Engine(device, rows=3), RecordSlots(3, device)
+    ledger = RecordSlots(3, device)
+    inputs, x = (
+        StepInputs(3, WINDOW, device, ledger=ledger),
+        torch.randn(2, 3 * WINDOW, CONV_DIM + HEADS * DIM + HEADS, device=device),
+    )
+
+    def verify(rows):
+        engine.verify(rows, x)
+        raise ZeroDivisionError
+
+    step = DecodeStep(engine.context, ledger.pending, inputs, verify, lambda rows, _: None)
+
+    def run():
+        rows = ledger.rows(["a", "b"])
+        inputs.stage(num_reqs=2, state_indices=[1, 2], record_rows=rows, query_start_loc=[0, WINDOW, 2 * WINDOW])
+        step.run(2)
+
+    for name in ("a", "b"):
+        ledger.admit(name)
+        others.admit(name)
+    with pytest.raises(ZeroDivisionError):
+        run()
+    ledger.release("a")
+    ledger.admit("a")
+    others.release("b")
+    with pytest.raises(RuntimeError, match=r"^record row 1 was verified and not committed"):
+        run()
+    ledger.release("b")
+    ledger.admit("b")
+    with pytest.raises(ZeroDivisionError):
+        run()
 
 
 @pytest.mark.parametrize("dcp", [False, True], ids=["padding", "dcp"])

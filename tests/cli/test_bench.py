@@ -14,7 +14,12 @@ MEASURED = '{"tool": "bench_nvtx", "attached": false, "cpu": "x", "ns": {"replay
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["bench", *arguments])
+    return CliRunner(env={"COLUMNS": "300"}).invoke(app, ["bench", *arguments])
+
+
+def words(result):
+    """The output without the frame that a terminal gets, on one line."""
+    return " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.fixture
@@ -61,17 +66,60 @@ def test_earlier_results_come_into_one_table():
     assert {"step", "host"} <= {f["bench"] for f in figures}
 
 
-def test_wrong_names_and_files_are_one_sentence(tmp_path):
+FOREIGN = [
+    ("step.json", "{}", "it has no 'rows'"),
+    ("step.json", "rows: 3", "it is no JSON"),
+    ("step.json", "[1, 2]", "its values have another form"),
+    ("step.json", '{"rows": [{"batch": 1, "deferred": "fast", "floor": 1}]}', "its values have another form"),
+    ("step.json", '{"rows": [{"batch": 1, "deferred": 2, "floor": 0}]}', "its values have another form"),
+    ("host.json", "3", "its values have another form"),
+    ("host.json", '{"form": "lists", "rows": 1, "stage_us": [], "replay_us": []}', "its values have another form"),
+    ("nvtx.json", '{"attached": true, "ns": [1]}', "its values have another form"),
+    ("nvtx.json", '{"attached": true, "ns": {"replay": null}}', "its values have another form"),
+    ("replay.json", b"\xff", "it is no text"),
+    ("peers.csv", "batch,what\n1,graphrt\n", "it has no 'window'"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "why"), FOREIGN)
+def test_a_file_of_somebody_else_is_named_with_what_is_wrong(name, text, why, tmp_path):
+    """Whatever it holds: the option, the file, the tool whose result it is not, and no traceback."""
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    result = run("--from", str(tmp_path))
+    assert result.exit_code == 2 and "Traceback" not in result.output, result.output
+    said = words(result)
+    assert "'--from'" in said and f"{name} is no result of tools/bench_{name.partition('.')[0]}.py: {why}" in said
+
+
+def test_wrong_names_and_folders_are_one_sentence(tmp_path):
     """No traceback."""
-    (tmp_path / "step.json").write_text("{}")
+    (tmp_path / "file").touch()
     for arguments, status, why in (
         (["quick"], 2, "expected some of replay"),
-        (["--from", str(tmp_path)], 2, "is no result of tools/bench_step.py"),
-        (["--from", str(tmp_path / "nothing")], 1, "no results in"),
+        (["--from", str(tmp_path)], 1, "no results of benches in"),
+        (["--from", str(tmp_path / "nothing")], 2, "'--from'"),
+        (["--from", str(tmp_path / "file")], 2, "'--from'"),
+        (["--from", str(tmp_path), "--quick"], 2, "--from measures nothing, so there is nothing for --quick to do"),
+        (["--from", str(tmp_path), "--out", "x"], 2, "--from measures nothing, so there is nothing for --out to do"),
     ):
         result = run(*arguments)
         assert result.exit_code == status and "Traceback" not in result.output
-        assert why in " ".join(result.output.replace("│", " ").split())
+        assert why in words(result)
+
+
+def test_a_named_bench_without_a_kept_result_makes_the_exit_status_1(tmp_path):
+    """Beside those that have one."""
+    (tmp_path / "nvtx.json").write_text(MEASURED)
+    assert run("nvtx", "--from", str(tmp_path)).exit_code == 0
+    result = run("nvtx", "step", "--from", str(tmp_path))
+    assert result.exit_code == 1 and "12.5" in result.output and "step.json" in words(result)
+
+
+def test_a_tool_that_writes_something_else_failed(checkout):
+    """Its result is read like a kept one, and the bench that gave it is left out."""
+    (checkout / "bench_replay.py").write_text("import sys; open(sys.argv[2], 'w').write('{}')")
+    result = run("nvtx", "replay")
+    assert result.exit_code == 1 and "12.5" in result.output and "it has no 'rows'" in words(result)
 
 
 @pytest.mark.parametrize("bench", benches.BENCHES.values(), ids=lambda bench: bench.name)

@@ -10,7 +10,7 @@ from graphrt.cli.doctor import _allowed
 
 
 def run(*arguments):
-    return CliRunner().invoke(app, ["doctor", *arguments])
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["doctor", *arguments])
 
 
 def findings(*arguments):
@@ -31,8 +31,10 @@ def test_the_doctor_says_what_would_run_and_why_nothing_better():
 def test_a_backend_that_cannot_run_makes_the_exit_status_1(monkeypatch):
     """Asked for by name, a backend that cannot run is a fault."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    status, found = findings("--device", "cpu", "--backend", "triton", "-Q", "3", "--no-trial")
-    assert status == 1 and found["would run"][0] == "bad"
+    for backend in ("triton", "fp32_deferred"):
+        status, found = findings("--device", "cpu", "--backend", backend, "-Q", "3", "--no-trial")
+        assert status == 1 and found["would run"][0] == "bad" and backend in found["would run"][1]
+    assert findings("--device", "cpu", "--backend", "torch", "--no-trial")[0] == 0
 
 
 def test_a_wrong_trial_step_makes_the_exit_status_1(monkeypatch):
@@ -58,6 +60,8 @@ def test_a_package_that_is_missing_or_too_old_is_found(monkeypatch):
     assert found["nvidia-cutlass-dsl"][0] == "note" and "graphrt[cute]" in found["nvidia-cutlass-dsl"][1]
     assert found["nvtx"][0] == "bad"
     assert found["torch"][0] == "note" and found["torch"][1].startswith("2.9.1, and graphrt was made for")
+    # People can copy it: brackets are no markup.
+    assert "pip install 'graphrt[cute]'" in run("--device", "cpu", "--no-trial").stdout
 
 
 @pytest.mark.parametrize(

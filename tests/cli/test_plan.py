@@ -71,6 +71,13 @@ def test_options_change_the_shape():
     assert found["convolution states"] == 2 * 20 * 3 * 2 * 32 * (3 + 4) * 2
 
 
+def test_the_largest_sizes_that_options_take_are_counted():
+    """They are far above any machine, and still bytes that can be told."""
+    sizes = ["-L", "1", "-H", "4096", "--tp", "1", "--head-dim", "1024", "-Q", "16", "-R", str(2**20)]
+    found = planned(*sizes, "--slots", str(2**24), "--blocks", "1")["bytes"]["parts"]
+    assert found["checkpoints"] == 2**24 * 4096 * 1024 * 1024 * 4
+
+
 def test_the_table_shows_every_part(tmp_path):
     """People get a table and, if they ask for it, the file as well."""
     result = run("--preset", "kimi-linear", "--json", str(tmp_path / "plan.json"))
@@ -84,9 +91,15 @@ def test_the_table_shows_every_part(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--tp", "7"], "a divisor of 96 heads"),
-        (["--head-dim", "100"], "a power of two"),
+        (["--tp", "7"], "'--tp': expected a divisor of 96 heads, got 7"),
+        (["--head-dim", "100"], "'--head-dim': expected a power of two"),
+        (["--head-dim", "2048"], "'--head-dim'"),
+        (["--heads", "1000000"], "'--heads'"),
         (["--slots", "1"], "2"),
+        (
+            ["--slots", "256"],
+            "'--slots': expected at least 257, one for each of 256 requests and the null slot, got 256",
+        ),
         (["--preset", "gpt"], "kimi-k3"),
         (["--json", "/nowhere/plan.json"], "cannot write"),
     ],

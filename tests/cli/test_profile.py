@@ -20,7 +20,7 @@ def test_the_commands_profile_the_same_invocation():
     """Node tracing, the capture range, the NVTX filter and the clocks are there, then exactly what was run."""
     result = json.loads(run("--commit", "eager", "--json", "-").stdout)
     same = ["graphrt", "profile", "--layers", "2", "--heads", "1", "--head-dim", "16", "--query-len", "2"]
-    same += ["--batch", "2", "--commit", "eager", "--steps", "2", "--device", "cpu"]
+    same += ["--batch", "2", "--commit", "eager", "--device", "cpu", "--steps", "2"]
     lines = {name: shlex.split(text) for name, text in result["commands"].items()}
     for name in ("timeline", "timeline, by NVTX range", "counters of each kernel"):
         assert lines[name][-len(same) :] == same
@@ -34,7 +34,7 @@ def test_the_commands_profile_the_same_invocation():
 def test_a_command_line_is_one_line():
     """However narrow the terminal is, what is to be pasted does not break."""
     lines = run().stdout.splitlines()
-    assert sum(line.startswith("  nsys profile") and line.endswith("--device cpu") for line in lines) == 2
+    assert sum(line.startswith("  nsys profile") and line.endswith("--steps 2") for line in lines) == 2
 
 
 def test_the_trace_has_a_lane_for_each_phase(tmp_path):
@@ -55,7 +55,7 @@ def test_the_trace_has_a_lane_for_each_phase(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--accepted", "3"], "0 to 2 tokens"),
+        (["--accepted", "3"], "'--accepted': expected 0 to 2 tokens, the window, got 3"),
         (["--torch", "/nowhere/t.json"], "cannot write"),
         (["--backend", "cuda"], "fp32_deferred"),
     ],
