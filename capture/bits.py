@@ -74,7 +74,7 @@ def changed(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[int]:
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for i, (a, b) in enumerate(zip(tensors, others, strict=True)):
         if a.shape != b.shape or a.dtype != b.dtype:
-            by_device.setdefault(torch.device("cpu"), []).append((i, torch.tensor(True)))
+            by_device.setdefault(torch.device("cpu"), []).append((i, torch.tensor(True, device="cpu")))
         elif a.numel():
             flags = [(x != y).any() for _, x, y in _chunks(a, b)]
             by_device.setdefault(a.device, []).append((i, torch.stack(flags).any()))
@@ -91,7 +91,7 @@ def first_difference(a: Tensor, b: Tensor) -> tuple[int, ...] | None:
         unequal = x != y
         if unequal.any():
             flat = int(unequal.flatten().to(torch.uint8).argmax())
-            index = [int(i) for i in torch.unravel_index(torch.tensor(flat), unequal.shape)]
+            index = [int(i) for i in torch.unravel_index(torch.tensor(flat, device="cpu"), unequal.shape)]
             return (index[0] + start, *index[1:])[: a.ndim]
     return None
 

@@ -159,7 +159,7 @@ class _Check:
             changed.update(f"result[{i}]" for i in range(len(results)))
             difference = self._difference(step, [*self.live, *replayed], [*state, *results])
             if difference is not None or step + 1 == steps:
-                hint = FROZEN if difference is not None and self._is_frozen(step) else ""
+                hint = FROZEN if difference is not None and self._is_frozen(step, steps) else ""
                 compared = len(self.group) + len(results)
                 return ReplayReport(self.name, step + 1, compared, tuple(sorted(changed)), difference, hint)
             self.start, self.random = state, random
@@ -198,8 +198,10 @@ class _Check:
         elements = bits.count_differences(got[i], want[i])
         return Difference(step, entry.name, entry.layer, index, eager, replayed, elements)
 
-    def _is_frozen(self, step: int) -> bool:
+    def _is_frozen(self, step: int, steps: int) -> bool:
         """Whether the inputs of another step make no difference to a replay, though they do to an eager step."""
+        if steps == 1:
+            return False  # the caller has no inputs of another step
         other = step - 1 if step else step + 1
         return self._same(self.replay, step, other) and not self._same(self.eager, step, other)
 

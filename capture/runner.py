@@ -75,6 +75,14 @@ def proof(context: KDARecoverSSMCommitContext, pending: Tensor, wanted: bool) ->
     return state_neutral(state, values=False)
 
 
+def static_tensors(context: KDARecoverSSMCommitContext, inputs: StepInputs) -> dict[str, Tensor]:
+    """By name, what a recording reads by address and somebody could replace: as its owners have it now."""
+    found = context.stack.tensors_now() | {f"inputs.{name}": getattr(inputs, name) for name in Staged.__slots__}
+    if inputs.ledger is not None:
+        found |= {"ledger.pending": inputs.ledger.pending, "ledger.generation": inputs.ledger.generation}
+    return found
+
+
 class CommitRunner:
     """Replays the commit, flush or drain of a staged step, from the static inputs alone.
 
@@ -121,7 +129,9 @@ class CommitRunner:
             "flush": self._flush,
             "drain": self._drain,
         }
-        self._recordings = SizedRecordings(self._works, inputs.max_num_reqs, inputs.device, context.check)
+        self._recordings = SizedRecordings(
+            self._works, inputs.max_num_reqs, inputs.device, context.check, lambda: static_tensors(context, inputs)
+        )
 
     def capture(
         self,

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphrt.capture.bindings import argument_tensors
+
 META = torch.device("meta")
 
 
@@ -21,10 +23,8 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def tensors_in(*values: Any) -> list[Tensor]:
-    """Every tensor in the values, in order."""
-    found: list[Tensor] = []
-    map_tensors(found.append, values)
-    return found
+    """Every tensor in the values, in order; also inside of mappings, named tuples and dataclasses."""
+    return [t for _, t in argument_tensors(values, "")]
 
 
 def storage_key(t: Tensor) -> int:

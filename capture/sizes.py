@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from graphrt.capture.bindings import StaticTensors
 from graphrt.capture.progress import CaptureProgress
 from graphrt.capture.recorder import record
 from graphrt.capture.recording import Recording
@@ -57,10 +58,17 @@ def check_sizes(sizes: Iterable[int] | None, most: int) -> list[int]:
 class SizedRecordings:
     """Recordings of some works ("commit", ...) by batch size. They share one pool and are made largest first."""
 
-    def __init__(self, works: Mapping[str, Work], most: int, device: torch.device, check: bool | None = None) -> None:
-        """`check` as for `record`: whether a replay makes sure that its tensors are where they were."""
+    def __init__(
+        self,
+        works: Mapping[str, Work],
+        most: int,
+        device: torch.device,
+        check: bool | None = None,
+        tensors: StaticTensors | None = None,
+    ) -> None:
+        """`check` and `tensors` as for `record`: whether a replay makes sure that its tensors are where they were."""
         self._works = dict(works)
-        self._check = check
+        self._check, self._tensors = check, tensors
         self._most = most
         self._device = device
         self._recordings: dict[str, dict[int, Recording]] = {}
@@ -99,7 +107,7 @@ class SizedRecordings:
         work = self._works[name]
         if name not in self._forecast and self._device.type == "cuda":
             self._forecast[name] = _peak_bytes(lambda: work(n), self._device)
-        options = {"pool": self._pool, "name": f"{name}/{n}", "check": self._check}
+        options = {"pool": self._pool, "name": f"{name}/{n}", "check": self._check, "tensors": self._tensors}
         recording = record(lambda: work(n), device=self._device, **options)
         self._recordings.setdefault(name, {})[n] = recording
         by_size = sorted(self._recordings[name].items())

@@ -88,13 +88,14 @@ def as_tensor(i: int, value: Any) -> Tensor:
     try:
         if i == TABLE:
             rows = [array("i", row).tolist() for row in value]
-            return torch.tensor(rows, dtype=torch.int32).view(len(rows), len(rows[0]) if rows else 0)
+            return torch.tensor(rows, dtype=torch.int32, device="cpu").view(len(rows), len(rows[0]) if rows else 0)
         ints = array("B" if i == EAGER else "i", value)
     except (TypeError, OverflowError, ValueError) as error:
         _fail_ints(i, value, error)
-    if not ints:
-        return torch.empty(0, dtype=torch.uint8 if i == EAGER else torch.int32)
-    return torch.frombuffer(ints, dtype=torch.uint8 if i == EAGER else torch.int32)
+    dtype = torch.uint8 if i == EAGER else torch.int32
+    # On the host whatever the default device: a staging copies from its address.
+    with torch.device("cpu"):
+        return torch.frombuffer(ints, dtype=dtype) if ints else torch.empty(0, dtype=dtype)
 
 
 def _plain(i: int, value: Any) -> list[Any]:

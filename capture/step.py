@@ -11,7 +11,7 @@ from torch import Tensor
 from graphrt import backends, checked, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.recording import Recording
-from graphrt.capture.runner import check_parts, proof, settle
+from graphrt.capture.runner import check_parts, proof, settle, static_tensors
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
 from graphrt.capture.static import allocate_rows, cut_rows
 from graphrt.checks import check_callable, check_count, check_flag, check_index, check_tensor, fail
@@ -134,7 +134,7 @@ class DecodeStep:
         self._rows: dict[int, StepRows] = {}
         # The verifies of a step are given `replayed`; the rows are those of `pending` all the same.
         checked.keep_together(context.stack.corrections, pending)
-        self._recordings = SizedRecordings({"step": self._run}, most, device, context.check)
+        self._recordings = SizedRecordings({"step": self._run}, most, device, context.check, self._static_tensors)
         self.outputs: tuple[Any, Sampled] | None = None
         """What `verify` and `sample` returned in the step that ran last: static tensors of its recording."""
 
@@ -202,7 +202,7 @@ class DecodeStep:
 
     def replay_dummy(self, num_reqs: int, *, dcp: bool = False) -> None:
         """Run one step on dummy rows, as an idle rank must; the staged step is put back and nothing else changes."""
-        with self.inputs.kept():
+        with self.inputs.kept(), _random_state_kept(self.inputs.device):
             dummy_inputs(self.inputs, num_reqs, dcp=dcp)
             self.replay(num_reqs)
 
@@ -249,6 +249,10 @@ class DecodeStep:
         self._commit(rows, sampled)
         self._advance(num_reqs, sampled)
         return outputs, sampled
+
+    def _static_tensors(self) -> dict[str, Tensor]:
+        found = static_tensors(self.context, self.inputs) | {"step.replayed": self.replayed}
+        return found if self.flush_rows is None else found | {"step.flush_rows": self.flush_rows}
 
     def _step_rows(self, num_reqs: int) -> StepRows:
         self.inputs.check_num_reqs(num_reqs, 1)
@@ -328,6 +332,6 @@ class DecodeStep:
 
 @contextmanager
 def _random_state_kept(device: torch.device) -> Iterator[None]:
-    """Warm-up may draw random numbers; service goes on with those it would have drawn."""
+    """Warm-up and idle steps may draw random numbers; service goes on with those it would have drawn."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield

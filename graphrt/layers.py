@@ -84,6 +84,8 @@ class LayerStack:
     """C = hist + Q (a step may accept nothing), or C = hist + Q - 1 (it may not)."""
     aligned: bool
     """Every address is a multiple of 16 bytes and every row stride one of 16 elements."""
+    tensors_now: Callable[[], dict[str, Tensor]]
+    """By name, what the layers hold now: the tensors above, until an owner replaces one."""
 
     @property
     def device(self) -> torch.device:
@@ -164,6 +166,9 @@ class LayerStack:
             hist=hist,
             conv_keeps_history=keeps,
             aligned=all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in rows),
+            tensors_now=lambda: {
+                name: t for index, layer in enumerate(layers) for name, t in _tensors_of(index, layer).items()
+            },
         )
 
 
@@ -176,6 +181,12 @@ def _written(index: int, layer: KDALayerLike) -> Iterator[tuple[str, Tensor, int
         rows = getattr(records, field)
         # An engine's stock records start with their allocation: the memory before them is somebody else's.
         yield f"{name}.recoverssm_records.{field}", rows, int(rows.storage_offset() >= rows.stride(0))
+
+
+def _tensors_of(index: int, layer: KDALayerLike) -> dict[str, Tensor]:
+    """All that the tables of a stack point to, by name."""
+    written = {name: t for name, t, _ in _written(index, layer)}
+    return written | {f"layers[{index}].A_log": layer.A_log, f"layers[{index}].dt_bias": layer.dt_bias}
 
 
 def conv_history(layer: KDALayerLike, columns: int, spec_query_len: int, conv_width: int | None) -> tuple[int, bool]:

@@ -173,7 +173,7 @@ class RecordSlots:
         owned, waiting, free, saved = _checked_contents(contents, len(self._generations))
         moved = [_restored(now, g) for now, g in zip(self._generations, saved, strict=True)]
         self._rows, self._preempted, self._free, self._generations = owned, waiting, free, moved
-        self.generation.copy_(torch.tensor(moved, dtype=torch.int32))
+        self.generation.copy_(torch.tensor(moved, dtype=torch.int32, device="cpu"))
         self.pending.zero_()
         for row in range(len(moved)):
             forget_row(row, self.pending)

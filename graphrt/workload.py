@@ -74,9 +74,10 @@ class StaticLayers:
         self.raw_g = self._activations(sizes.heads, sizes.head_dim)[None]
         self.raw_beta = self._activations(sizes.heads)[None]
 
-    def qkv(self, mixed: Tensor) -> tuple[Tensor, ...]:
+    def qkv(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v [1, T, H, K] of a projection or its convolution [T, conv_dim]: views."""
-        return mixed[None].unflatten(-1, (3, self.sizes.heads, self.sizes.head_dim)).unbind(2)
+        q, k, v = mixed[None].unflatten(-1, (3, self.sizes.heads, self.sizes.head_dim)).unbind(2)
+        return q, k, v
 
     def counts(self, value: int) -> Tensor:
         """The same number for every row, int32 [batch]."""

@@ -23,6 +23,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from graphrt import reset_errors
+
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     path.relative_to(ROOT).as_posix() for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -73,6 +75,7 @@ def commands_of(block):
 def test_python_blocks_run_in_order_and_print_what_they_say(document, capsys, monkeypatch, tmp_path):
     """One namespace a document. Blocks marked gpu are checked for syntax and names."""
     monkeypatch.chdir(tmp_path)
+    reset_errors("cpu")  # a page starts in a fresh process
     names = {"__name__": "document"}
     for block in blocks_of(document, "python"):
         tree = ast.parse("\n" * (block.line - 1) + block.text, str(ROOT / document))

@@ -213,6 +213,12 @@ def test_poison(graphrt_poison):
     assert torch.empty(1, dtype=torch.int32).item() < 0
 
 
+def test_poison_passes_what_has_no_plain_memory(graphrt_poison):
+    assert torch.empty(2, requires_grad=True).isnan().all()
+    assert torch.empty(2, 2, layout=torch.sparse_coo)._nnz() == 0
+    assert torch.empty(2, device="meta").shape == (2,)
+
+
 def test_no_poison():
     torch.empty(3).fill_(1)
     assert torch.empty.__module__ != "graphrt_pytest"
@@ -236,5 +242,5 @@ def test_the_fixtures_come_with_the_installation(tmp_path):
     """A project that has graphrt installed gets the fixtures; the one test that counts an error fails at its end."""
     (tmp_path / "test_engine.py").write_text(PLUGIN_TEST)
     done = run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(tmp_path), cwd=tmp_path)
-    assert "5 passed, 1 error" in done.stdout, done.stdout + done.stderr
+    assert "6 passed, 1 error" in done.stdout, done.stdout + done.stderr
     assert "kernels met bad values" in done.stdout and "'slot': 1" in done.stdout

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..context import KDARecoverSSMCommitContext
 from ..layers import KDALayer
 from ..verify import kda_conv_verify, kda_deferred_verify, kda_recoverssm_verify
-from .pools import Pool
+from .pools import Pool, normal
 from .traces import Row
 from .truths import Tokens
 
@@ -63,7 +63,7 @@ def make_batch(pool: Pool, rows: Sequence[Row], *, size: int, seed: int = 0, dcp
     heads, dim, dtype = first.local_num_heads, first.head_dim, first.recoverssm_records.key_gate.dtype
 
     def tokens(*shape: int) -> Tensor:
-        values = torch.randn(len(pool.layers), size * window, *shape, generator=random)
+        values = normal(random, len(pool.layers), size * window, *shape)
         values[:, offsets[-1] :] = float("nan")
         return values.to(device=pool.device, dtype=dtype)
 

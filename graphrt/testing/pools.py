@@ -36,7 +36,7 @@ class Pool:
         for layer in self.layers:
             conv_state, checkpoint = layer.kv_cache
             for target in (checkpoint[slot], conv_state[slot, :, : self.hist]):
-                target.copy_(torch.randn(target.shape, generator=random))
+                target.copy_(normal(random, *target.shape))
 
     def tensors(self) -> dict[str, Tensor | list[Tensor]]:
         """All state by name, one tensor a layer: for `check_replay` and `state_neutral`. Without the scratch rows."""
@@ -48,6 +48,11 @@ class Pool:
             "key_gate": [layer.recoverssm_records.key_gate for layer in layers],
             "pending": self.pending,
         }
+
+
+def normal(random: torch.Generator, *shape: int) -> Tensor:
+    """Random numbers on the host in FP32: the same on every device, and under any default."""
+    return torch.randn(shape, generator=random, dtype=torch.float32, device="cpu")
 
 
 def poisoned_pool(
@@ -78,7 +83,7 @@ def poisoned_pool(
     random = torch.Generator().manual_seed(seed)
 
     def parameter(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=random).to(device)
+        return normal(random, *shape).to(device)
 
     def poison(*shape: int, kind: torch.dtype) -> Tensor:
         return torch.full(shape, float("nan"), dtype=kind, device=device)

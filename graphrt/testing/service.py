@@ -278,13 +278,9 @@ class Service:
             request_indices=requests,
             generation=[m.generation for m in members],
         )
-        empty = [0] * (self.max_rows - count)
-        values: list[list[int]] = [
-            [m.given for m in members],
-            [m.next_length for m in members],
-            [m.finished for m in members],
-        ]
-        self.sampled.copy_(torch.tensor([[int(n) for n in column] + empty for column in values], dtype=torch.int32))
+        empty = [(0, 0, 0)] * (self.max_rows - count)
+        values = [(m.given, m.next_length, int(m.finished)) for m in members]
+        self.sampled.copy_(torch.tensor(values + empty, dtype=torch.int32, device="cpu").T)
         self.finished.copy_(self.sampled[2])
 
     def _draw(self, count: int) -> None:

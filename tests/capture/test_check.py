@@ -1,5 +1,8 @@
 """check_replay: it finds what a wrong recording does wrong, says where, and puts everything back."""
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -158,6 +161,48 @@ def test_an_error_puts_the_state_back():
     assert model.count.item() == 0 and not model.state[0].any()
     with pytest.raises(ValueError, match=r"^steps: expected at least 1"):
         model.check(Sequence(fails), steps=0)
+
+
+@dataclass
+class Choice:
+    """Results as `DecodeStep` has them."""
+
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+
+
+class Pair(NamedTuple):
+    tokens: torch.Tensor
+    lengths: torch.Tensor
+
+
+@pytest.mark.parametrize("kind", [Choice, Pair, lambda *two: {"two": list(two)}], ids=["dataclass", "named", "nested"])
+def test_results_are_compared_in_whatever_holds_them(kind):
+    """A result that differs inside of a dataclass, a named tuple or a mapping is found as any other."""
+    x, scale = torch.zeros(3), torch.ones(1)
+
+    def step():
+        x.add_(1)
+        return kind(x * 2, x * scale)
+
+    recording = record(step, device="cpu")
+    report = check_replay(recording, step, lambda i: x.fill_(i), 2, {"x": x})
+    assert report.ok and report.tensors == 3
+
+    def wrong():
+        x.add_(1)
+        return kind(x * 2, x * scale * 3)
+
+    report = check_replay(recording, wrong, lambda i: x.fill_(i), 2, {"x": x})
+    assert report.difference is not None and (report.difference.name, report.difference.layer) == ("result", 1)
+
+
+def test_a_check_of_one_step_asks_for_no_other():
+    """The inputs of step 0 are all there are: a difference in it is reported, not an error of the caller's list."""
+    x, y, inputs = torch.zeros(3), torch.zeros(3), [torch.ones(3)]
+    recording = record(lambda: y.copy_(x), device="cpu")
+    report = check_replay(recording, lambda: y.copy_(2 * x), lambda i: x.copy_(inputs[i]), 1, {"y": y})
+    assert report.difference is not None and report.difference.step == 0 and not report.hint
 
 
 SIZE = 4

@@ -9,7 +9,7 @@ from engine import CONV_DIM, DIM, HEADS, WINDOW, Engine, assert_same, int32
 from toy import Toy
 
 from graphrt import RecordSlots, align_state_indices, error_counts, reset_errors
-from graphrt.capture import DecodeStep, Sampled, StepInputs
+from graphrt.capture import CaptureError, DecodeStep, Sampled, StepInputs
 
 PROMPTS = {0: ([1, 2, 3, 0, 1, 1, 2], 9), 1: ([2], 17), 2: ([3, 1, 0, 0, 2], 6)}
 REQUESTS = [*PROMPTS.values(), ([0, 0], 12), ([1, 3, 3, 3], 1), ([2, 0, 1, 2], 14)]
@@ -228,6 +228,16 @@ def test_any_flag_but_zero_flushes_a_row_into_its_own_slot(device, flag):
         assert_same(toy.everything(), plain.everything(), f"step {step}")
 
 
+def test_a_mask_put_in_the_place_of_the_static_one_is_found(device, monkeypatch):
+    """`flush_rows` is written into; a new tensor under its name would never be read (B04)."""
+    monkeypatch.setenv("GRAPHRT_CHECK", "1")
+    toy = started(device, flush=True)
+    toy.step.replay(3)
+    toy.step.flush_rows = torch.zeros(3, dtype=torch.bool, device=device)
+    with pytest.raises(CaptureError, match=r"static tensor 'step.flush_rows' is not the one that was recorded"):
+        toy.step.replay(3)
+
+
 @pytest.mark.parametrize("block_size", [None, 6])
 def test_checked_mode_finds_nothing_in_steps_that_are_right(device, monkeypatch, block_size):
     """Launched from Python every call reads its values: rows out of the mask, padding and finished rows pass."""
@@ -317,6 +327,29 @@ def test_capture_leaves_the_random_state(device):
     toy.step.replay(3)
     torch.manual_seed(5)
     assert torch.equal(noise, torch.rand(3, device=device))
+
+
+def test_an_idle_step_draws_no_number_of_the_next_real_one(device):
+    """A sampler's random numbers are the same with and without dummy steps in between (B12)."""
+    toy = Toy(device)
+    sample, noise = toy.step.sample, torch.zeros(3, device=device)
+
+    def sampling(rows, verified):
+        noise.copy_(torch.rand(3, device=device))
+        return sample(rows, verified)
+
+    toy.step.sample = sampling
+    toy.step.capture(progress=False)
+    begin(toy)
+    drawn = []
+    for dummies in (0, 2):
+        torch.manual_seed(5)
+        toy.step.replay(3)
+        for _ in range(dummies):
+            toy.step.replay_dummy(3)
+        toy.step.replay(3)
+        drawn.append(noise.clone())
+    assert torch.equal(*drawn)
 
 
 def test_outputs_past_the_live_tokens_are_zero(device):

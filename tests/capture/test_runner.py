@@ -6,9 +6,9 @@ import re
 
 import pytest
 import torch
-from engine import WINDOW, Batch, Engine, assert_same, int32
+from engine import DIM, HEADS, WINDOW, Batch, Engine, assert_same, int32
 
-from graphrt import align_eager_mask, error_counts, reset_errors
+from graphrt import RecordSlots, align_eager_mask, allocate_records, error_counts, reset_errors
 from graphrt.capture import CaptureError, CommitRunner, StepInputs, dummy_inputs
 from graphrt.capture import sizes as sizes_module
 from graphrt.capture.progress import CaptureProgress
@@ -474,6 +474,42 @@ def test_a_rebound_tensor_is_found_where_the_context_checks(device):
             call(1)
     engine.pending.data = old
     runner.commit(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "rebind"),
+    [
+        ("inputs.state_indices", lambda layer, inputs: setattr(inputs.state_indices, "data", inputs.eager.int())),
+        ("ledger.pending", lambda layer, inputs: setattr(inputs.ledger, "pending", inputs.ledger.pending.clone())),
+        (
+            "layers[1].kv_cache[0]",
+            lambda layer, inputs: setattr(layer, "kv_cache", [t.clone() for t in layer.kv_cache]),
+        ),
+        ("layers[1].A_log", lambda layer, inputs: setattr(layer, "A_log", layer.A_log.clone())),
+        (
+            "layers[1].recoverssm_records.correction",
+            lambda layer, inputs: setattr(
+                layer, "recoverssm_records", allocate_records(6, HEADS, WINDOW, DIM, torch.float32, inputs.device)
+            ),
+        ),
+    ],
+    ids=["static inputs", "ledger", "cache", "parameter", "records"],
+)
+def test_a_buffer_that_its_owner_replaced_is_found_where_the_context_checks(device, name, rebind):
+    """The old tensor is as it was, and a replay would go on with it; the error names what was replaced (B04, B72)."""
+    engine = Engine(device)
+    context = type(engine.context).create(
+        engine.layers, spec_query_len=WINDOW, max_num_reqs=6, backend=engine.backend, check=True
+    )
+    ledger = RecordSlots(6, device)
+    inputs = StepInputs(6, WINDOW, device, ledger=ledger)
+    runner = CommitRunner(context, ledger.pending, inputs, [2])
+    runner.capture(progress=False)
+    runner.commit(1)
+    rebind(engine.layers[1], inputs)
+    for call in (runner.commit, runner.flush, runner.drain):
+        with pytest.raises(CaptureError, match=rf"static tensor '{re.escape(name)}' is not the one that was recorded"):
+            call(1)
 
 
 @pytest.mark.gpu

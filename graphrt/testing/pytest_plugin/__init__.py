@@ -34,7 +34,10 @@ def graphrt_poison(monkeypatch: pytest.MonkeyPatch) -> None:
     def poisoned(make: Callable[..., Any]) -> Callable[..., Any]:
         def make_poisoned(*args: Any, **kwargs: Any) -> Any:
             t = make(*args, **kwargs)
-            return t.fill_(poison(t.dtype)) if t.device.type != "meta" else t
+            if t.device.type != "meta" and t.layout is torch.strided:
+                # Through an alias: a leaf that wants a gradient may not be written.
+                t.detach().fill_(poison(t.dtype))
+            return t
 
         return make_poisoned
 
