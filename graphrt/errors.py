@@ -96,7 +96,7 @@ class ErrorEntry:
     first_row: int
     """Batch row of the first launch that met it: the lowest of those that the program which counted first saw.
 
-    A program of a plan sees 32 rows, one of a staging 128, one of a verify a single row.
+    A program of a plan sees 128 rows, one of a staging 32, one of a verify a single row.
     """
     meaning: str
 

@@ -30,7 +30,7 @@ VERIFY_BLOCK_D = 64
 MAX_BLOCK_T = 8
 # Programs that fill the card. A compaction of more rows and layers gives each more blocks of channels: where nothing
 # folds, as in most deferred steps, its time is that of starting its programs.
-FOLD_PROGRAMS = 4096
+FOLD_PROGRAMS = 8192
 _QUERY_LEN = tl.constexpr(int(ErrorKind.QUERY_LEN))
 
 _VOLATILE = [

@@ -1,7 +1,7 @@
 """Plan: what a commit or a flush folds, row by row, and what it leaves pending (Triton).
 
-One launch writes the four plan vectors for rows 0..B-1 and, in a deferred commit, `pending` as well. A program is one
-warp with a row a thread, so that its time is that of one row.
+One launch writes the four plan vectors for rows 0..B-1 and, in a deferred commit, `pending` as well. A thread has
+one row, so that a launch takes as long as one row does.
 
 With a = clamp(accepted, 0, min(query length, Q)) of a live row (slot not null, row not -1):
 
@@ -28,7 +28,7 @@ from ..errors import ErrorKind
 from ..steps import Commit, Geometry, Owners, Plan
 from .recurrence import _NUM_KINDS, NO_CONTRACTION
 
-BLOCK = 32
+BLOCK = 128
 
 _SLOT = tl.constexpr(int(ErrorKind.SLOT))
 _ROW = tl.constexpr(int(ErrorKind.ROW))
@@ -299,7 +299,7 @@ def plan_commit(plan: Plan, commit: Commit, geometry: Geometry, errors: Tensor) 
         pending_stride=pending.stride(0), eager_stride=_stride(c.eager), table_stride=table.stride(0),
         table_column_stride=table.stride(1), computed_stride=computed.stride(0),
         staged_stride=staged.stride(0), current_stride=current.stride(0),
-        Q=geometry.spec_query_len, KEEPS_HISTORY=geometry.conv_keeps_history, BLOCK=BLOCK, num_warps=1,
+        Q=geometry.spec_query_len, KEEPS_HISTORY=geometry.conv_keeps_history, BLOCK=BLOCK, num_warps=4,
         **NO_CONTRACTION,
     )  # fmt: skip
 
@@ -323,7 +323,7 @@ def plan_flush(
         batch=batch, num_slots=geometry.num_slots, num_rows=geometry.num_rows, zero=int(zero),
         has_owners=int(owners is not None), slot_stride=state_indices.stride(0), row_stride=record_rows.stride(0),
         pending_stride=pending.stride(0), staged_stride=staged.stride(0), current_stride=current.stride(0),
-        Q=geometry.spec_query_len, BLOCK=BLOCK, num_warps=1, **NO_CONTRACTION,
+        Q=geometry.spec_query_len, BLOCK=BLOCK, num_warps=4, **NO_CONTRACTION,
     )  # fmt: skip
 
 
@@ -336,7 +336,7 @@ def align_eager_mask(
         num_computed_tokens, query_start_loc, request_indices, out,
         batch=batch, num_requests=num_computed_tokens.shape[0], block_size=block_size,
         computed_stride=num_computed_tokens.stride(0), qsl_stride=query_start_loc.stride(0),
-        request_stride=_stride(request_indices), out_stride=out.stride(0), BLOCK=BLOCK, num_warps=1, **NO_CONTRACTION,
+        request_stride=_stride(request_indices), out_stride=out.stride(0), BLOCK=BLOCK, num_warps=4, **NO_CONTRACTION,
     )  # fmt: skip
 
 
@@ -347,5 +347,5 @@ def align_state_indices(block_table: Tensor, num_computed_tokens: Tensor, block_
         block_table, num_computed_tokens, out,
         num_requests=num_requests, width=width, block_size=block_size, table_stride=block_table.stride(0),
         column_stride=block_table.stride(1), computed_stride=num_computed_tokens.stride(0), out_stride=out.stride(0),
-        BLOCK=BLOCK, num_warps=1, **NO_CONTRACTION,
+        BLOCK=BLOCK, num_warps=4, **NO_CONTRACTION,
     )  # fmt: skip

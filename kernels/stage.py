@@ -29,8 +29,8 @@ from ..steps import Advance, Staged, StageSources, StepBegin
 from .plan import bad, count
 from .recurrence import NO_CONTRACTION
 
-BLOCK = 128
-COLUMNS = 32
+BLOCK = 32
+COLUMNS = 8
 
 SOURCES = (
     "state_indices", "record_rows", "query_start_loc", "num_accepted_tokens", "eager", "request_indices",
@@ -267,7 +267,7 @@ def stage(
         *_static(staged, current), errors, *_sizes(staged, current),
         s.num_reqs, s.num_requests, columns, column_stride, *placed,
         pending, replay, pending.shape[0], num_slots, int(begin is not None), int(eager), block_size,
-        BLOCK=BLOCK, COLUMNS=COLUMNS, num_warps=4, **NO_CONTRACTION,
+        BLOCK=BLOCK, COLUMNS=COLUMNS, num_warps=1, **NO_CONTRACTION,
     )  # fmt: skip
 
 
@@ -275,7 +275,7 @@ def stage_header(staged: Staged, header: Tensor, errors: Tensor, current: Tensor
     """Launch a staging that finds its sources in `header` [HEADER_WORDS] int64, which the device reads when it runs."""
     graphrt_stage_header_kernel[_grid(staged)](
         *_static(staged, current), errors, header, *_sizes(staged, current),
-        BLOCK=BLOCK, COLUMNS=COLUMNS, num_warps=4, **NO_CONTRACTION,
+        BLOCK=BLOCK, COLUMNS=COLUMNS, num_warps=1, **NO_CONTRACTION,
     )  # fmt: skip
 
 
