@@ -43,6 +43,13 @@ def check_parts(
     ledger, num_rows = inputs.ledger, stack.geometry.num_rows
     if ledger is not None and ledger.generation.shape[0] != num_rows:
         fail("inputs", f"a ledger of {num_rows} rows, as the records have", f"one of {ledger.generation.shape[0]}")
+    if ledger is not None and pending.data_ptr() != ledger.pending.data_ptr():
+        fail(
+            "pending",
+            "the counts of the inputs' ledger (ledger.pending)",
+            "other ones",
+            "only there a new owner has none",
+        )
     if inputs.max_num_reqs > capacity:
         fail("inputs", f"at most {capacity} rows, the context's max_num_reqs", inputs.max_num_reqs)
     if mamba_block_size is None:

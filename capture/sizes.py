@@ -88,7 +88,7 @@ class SizedRecordings:
         """
         self._check_open("capture")
         check_flag("progress", show)
-        wanted = [(n, name) for n in sorted(sizes, reverse=True) for name in names]
+        wanted = [(n, name) for n in sorted(sizes, reverse=True) for name in dict.fromkeys(names)]
         missing = [(n, name) for n, name in wanted if n not in self._recordings.get(name, {})]
         if self._device.type == "cuda" and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

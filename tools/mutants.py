@@ -29,8 +29,12 @@ STATE = ("tests/test_state_machine.py",)
 STAGE = ("tests/capture/test_inputs.py", "tests/kernels/test_stage.py")
 STEP = ("tests/capture/test_decode_step.py",)
 RUNNER = ("tests/capture/test_runner.py",)
+CUTE_ORDER = ("tests/kernels/cute/test_order.py",)
+CUTE_VARIANTS = ("tests/kernels/cute/test_fp32_variants.py",)
+CUTE_HOST = ("tests/kernels/cute/test_cute_compile.py", "tests/test_build_faults.py")
 
 REFERENCE, PLAN = "kernels/reference.py", "kernels/reference_plan.py"
+CUTE = "kernels/cute/"
 
 MUTANTS = (
     # The specification in torch.
@@ -283,7 +287,7 @@ MUTANTS = (
     Mutant(
         "a reused row keeps its generation",
         "graphrt/slots.py",
-        "        self._generations[row] += 1\n",
+        "        self._generations[row] = _after(self._generations[row])\n",
         "",
         ("tests/test_slots.py", "tests/test_generation.py"),
     ),
@@ -375,15 +379,155 @@ MUTANTS = (
     Mutant(
         "a file is taken whatever weights it was made with",
         "graphrt/persist.py",
-        '    if saved["weights"] != fingerprint:\n',
+        "    if theirs_of_weights != fingerprint:\n",
         "    if False:\n",
         ("tests/test_persist.py",),
     ),
     Mutant(
         "checked mode forgets open steps",
         "graphrt/checked.py",
-        "    waiting.update(live)\n",
+        "    layer.rows.update(live)\n",
         "",
         ("tests/test_checked.py",),
+    ),
+    # The FP32 kernels, as far as they show without a GPU: their host side, and the code they compile to.
+    Mutant(
+        "a verify reads early what the one before writes",
+        CUTE + "order.py",
+        "_meet(self.early, before.written) or ",
+        "",
+        CUTE_ORDER,
+    ),
+    Mutant(
+        "a verify writes early what the one before reads",
+        CUTE + "order.py",
+        " or _meet(self.early[:1], before.early + before.late)",
+        "",
+        CUTE_ORDER,
+    ),
+    Mutant(
+        "pieces of two pools in turn are taken as apart",
+        CUTE + "order.py",
+        "not (self.size <= ahead and ahead + other.size <= self.stride)",
+        "not self.size <= ahead",
+        CUTE_ORDER,
+    ),
+    Mutant(
+        "a span leaves out the scratch row",
+        CUTE + "order.py",
+        "t.data_ptr() - before * stride, stride",
+        "t.data_ptr(), stride",
+        CUTE_ORDER,
+    ),
+    Mutant(
+        "a verify reads early whatever stands before it",
+        CUTE + "order.py",
+        "position(stream) == last[0] and ",
+        "",
+        CUTE_ORDER,
+    ),
+    Mutant(
+        "a launch outside a capture counts as the last one inside",
+        CUTE + "order.py",
+        "_last = None if here is None else (here, touched)",
+        "_last = _last if here is None else (here, touched)",
+        CUTE_ORDER,
+    ),
+    Mutant(
+        "a verify behind a join is launched programmatically",
+        CUTE + "deferred.py",
+        "programmatic = order.has_one_predecessor(stream)",
+        "programmatic = True",
+        CUTE_ORDER,
+    ),
+    Mutant(
+        "the order of launches does not know the convolution",
+        CUTE + "deferred.py",
+        "        written = (*written, conv_state)\n",
+        "",
+        CUTE_ORDER,
+    ),
+    Mutant(
+        "the order of launches does not know the scratch row",
+        CUTE + "deferred.py",
+        "order.Span.of(t, 0, int(i > 0))",
+        "order.Span.of(t, 0)",
+        CUTE_ORDER,
+    ),
+    Mutant(
+        "a verify that is not early waits for nothing",
+        CUTE + "verify.py",
+        "            # Nothing of global memory has been read so far.\n            cute.arch.griddepcontrol_wait()\n",
+        "            pass\n",
+        CUTE_ORDER,
+    ),
+    Mutant(
+        "a verify lets the next one start before its own wait",
+        CUTE + "verify.py",
+        "            elif warp == 14:\n                cute.arch.griddepcontrol_wait()\n",
+        "            elif warp == 14:\n",
+        CUTE_ORDER,
+    ),
+    Mutant(
+        "folds without record rows are not made in create",
+        CUTE + "deferred.py",
+        "product((False, True), repeat=2)",
+        "product((False, True), (True,))",
+        CUTE_VARIANTS,
+    ),
+    Mutant(
+        "verifies of two blocks a head are not made in create",
+        CUTE + "deferred.py",
+        "    for split in (1, 2):\n",
+        "    for split in (1,):\n",
+        CUTE_VARIANTS,
+    ),
+    Mutant(
+        "a convolution's layout makes variants of verifies without one",
+        CUTE + "deferred.py",
+        "bool(conv_width and keeps_history)",
+        "keeps_history",
+        CUTE_VARIANTS,
+    ),
+    Mutant(
+        "tokens off 16 bytes go to the copy engine",
+        CUTE + "deferred.py",
+        "if t.data_ptr() % 16 or stride % 8:",
+        "if t.data_ptr() % 16:",
+        CUTE_HOST,
+        "not spills",
+    ),
+    Mutant(
+        "a convolution of any width is fused",
+        CUTE + "deferred.py",
+        "    if width > MAX_WIDTH:\n",
+        "    if False:\n",
+        CUTE_HOST,
+        "not spills",
+    ),
+    Mutant(
+        "a gate that leaves the range of FP32 is taken",
+        CUTE + "commit.py",
+        "if not -MAX_WINDOW_DECAY <= MAX_Q * lower_bound < 0:",
+        "if not MAX_Q * lower_bound < 0:",
+        CUTE_HOST,
+        "not spills",
+    ),
+    Mutant("the fold runs below Hopper", CUTE + "commit.py", "capability < (9, 0)", "capability < (8, 0)", CUTE_ORDER),
+    Mutant(
+        "a launch packs its arguments in another order",
+        CUTE + "commit.py",
+        '"14q2q5qf4x"',
+        '"14q2q5q4xf"',
+        CUTE_HOST,
+        "not spills",
+    ),
+    Mutant(
+        "kernels are compiled for another device's architecture",
+        CUTE + "build.py",
+        "torch.cuda.get_device_capability(device)",
+        "torch.cuda.get_device_capability(torch.device('cuda:0'))",
+        CUTE_HOST,
+        "not spills",
     ),
 )

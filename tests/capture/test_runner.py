@@ -512,6 +512,24 @@ def test_a_buffer_that_its_owner_replaced_is_found_where_the_context_checks(devi
             call(1)
 
 
+def test_a_mode_named_twice_is_recorded_once(device):
+    """Modes may come in any order and number, as sizes may."""
+    engine, calls = Engine(device), []
+    runner = make(engine, [2])
+    commit = runner._recordings._works["commit"]
+    runner._recordings._works["commit"] = lambda n: (calls.append(n), commit(n))
+    runner.capture(progress=False, modes=["commit", "commit"])
+    assert len(calls) == (3 if device.type == "cuda" else 2)  # the forecast, the warm-up, the recording
+
+
+def test_counts_of_another_ledger_are_refused(device):
+    """A new owner's row starts with nothing pending in its own ledger's counts only (B23)."""
+    engine = Engine(device)
+    inputs = StepInputs(6, WINDOW, device, ledger=RecordSlots(6, device))
+    with pytest.raises(ValueError, match=r"^pending: expected the counts of the inputs' ledger"):
+        CommitRunner(engine.context, engine.pending, inputs)
+
+
 @pytest.mark.gpu
 def test_the_forecast_is_what_the_graphs_take():
     """B97: within a tenth of the measured growth; eight sizes in one pool take at most 1.2 times the largest."""

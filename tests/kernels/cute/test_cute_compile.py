@@ -72,6 +72,57 @@ def test_windows_and_dtypes_outside_the_kernels_reach_are_refused():
     assert "float32" in commit.supported(state, -5.0, dtype=torch.float32).reason
 
 
+@pytest.mark.parametrize(
+    "name, change, word",
+    [
+        ("v", lambda t: t.float(), "v torch.float32"),
+        ("raw_beta", lambda t: t.half(), "raw_beta"),
+        ("k", lambda t: t.new_zeros(1, 3, 2, 130)[..., :128], "k with strides"),
+        ("q", lambda t: t.new_zeros(1, 3, 2, 132)[..., 4:], "q with strides"),
+        ("key_gate", lambda t: t.new_zeros(4, 2052)[:, :2048].view(t.shape), "records.key_gate with strides"),
+    ],
+    ids=[
+        "another dtype",
+        "beta in neither",
+        "tokens apart by less",
+        "tokens begin off 16 bytes",
+        "records as well",
+    ],
+)
+def test_activations_that_the_copy_engine_cannot_take_are_refused(name, change, word):
+    """Tokens on 16 bytes, one 16-bit dtype, and beta in it or in FP32; the reason names the first that is not."""
+    from graphrt.kernels.cute import deferred
+
+    tensors = {n: torch.zeros(1, 3, 2, 128, dtype=torch.bfloat16) for n in ("q", "k", "v", "raw_g")}
+    tensors["raw_beta"] = torch.zeros(1, 3, 2)
+    tensors |= {"out": tensors["q"].clone(), "key_gate": torch.zeros(4, 2, 4, 256, dtype=torch.bfloat16)}
+    assert deferred.activations_supported(**tensors)
+    support = deferred.activations_supported(**tensors | {name: change(tensors[name])})
+    assert not support and word in support.reason
+
+
+@pytest.mark.parametrize(
+    "width, change, word",
+    [
+        (6, {}, "width up to 5, got 6"),
+        (4, {"bias": torch.zeros(8)}, "bias torch.float32"),
+        (4, {"weight": torch.zeros(8, 4)}, "weight torch.float32"),
+        (4, {"weight": torch.zeros(4, 8, dtype=torch.bfloat16).t()}, "contiguous"),
+    ],
+)
+def test_convolutions_that_the_verify_does_not_take_in_are_refused(width, change, word):
+    """They have a launch of their own, and the log says why."""
+    from graphrt.kernels.cute import deferred
+    from graphrt.steps import Convolution
+
+    k, state = torch.zeros(1, 3, 2, 128, dtype=torch.bfloat16), torch.zeros(2, 8, width + 3, dtype=torch.bfloat16)
+    weight = torch.zeros(8, width, dtype=torch.bfloat16)
+    whole = {"state": state, "weight": weight, "bias": None, "keeps_history": True}
+    assert bool(deferred.conv_supported(Convolution(**whole), k)) == (width < 6)
+    support = deferred.conv_supported(Convolution(**whole | change), k)
+    assert not support and word in support.reason
+
+
 def test_shared_memory_fits_for_every_window():
     """No variant asks for more than the 227 KiB a Hopper block gets."""
     from graphrt.kernels.cute import commit, deferred

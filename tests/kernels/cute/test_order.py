@@ -9,6 +9,7 @@ import torch
 
 from graphrt.kernels.cute import order
 from graphrt.kernels.cute.order import Position, Span, Touched
+from graphrt.steps import Convolution
 
 
 def layer(base, inputs=10**6, out=2 * 10**6):
@@ -77,6 +78,27 @@ def test_only_a_known_sole_predecessor_allows_early_reads(monkeypatch):
     order.launched(1, mine)
     monkeypatch.setattr(order, "position", lambda stream: here)
     assert not order.may_start_early(1, mine), "the last launch was outside a capture"
+
+
+def test_layers_that_share_a_convolution_state_or_a_scratch_row_conflict():
+    """What a verify reads early is compared with all that the one before writes: history and scratch row included."""
+    deferred = pytest.importorskip("graphrt.kernels.cute.deferred")
+    index, alive = torch.zeros(3, dtype=torch.int32), []
+
+    def touched(index, state, correction, key_gate, conv_state):
+        sized, parameters = [torch.zeros(1, 1, 1, 4) for _ in range(6)], (torch.zeros(1), torch.zeros(4))
+        conv = Convolution(conv_state, torch.zeros(3, 4), None, True)
+        alive.append((sized, parameters, conv))  # memory that is gone may be the next one's
+        layer = state, correction[1:], key_gate[1:]
+        return deferred.touched(sized, layer, (index, None, index, None), parameters, conv)
+
+    memory = [(torch.zeros(2, 1, 4, 4), torch.zeros(3, 4), torch.zeros(3, 8), torch.zeros(2, 3, 7)) for _ in range(2)]
+    one, two = (touched(index, *tensors) for tensors in memory)
+    assert not two.conflicts(one) and not one.conflicts(two)
+    assert touched(index, *memory[1][:3], memory[0][3]).conflicts(one), "one convolution state"
+    for records in memory[0][1:3]:
+        mine = touched(records[0].view(torch.int32), *memory[1])
+        assert mine.conflicts(one), "the one before writes its scratch row, where indices of this one are"
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["one predecessor", "a join, or none"])
