@@ -16,10 +16,9 @@ from ...steps import Convolution
 from ..fused import composed
 from ..verify import verify as triton_verify
 from . import commit, order
-from .build import DTYPES, Kernels, sm_count, tickets
+from .build import DTYPES, Kernels, sm_count
 from .commit import compile_commit_f32
-from .items import ROWS
-from .verify import TICKET_ROUNDS, VerifyF32
+from .verify import VerifyF32
 
 log = logging.getLogger("graphrt")
 
@@ -32,8 +31,8 @@ def _ints(count):
     return tuple(Int32(0) for _ in range(count))
 
 
-_EXAMPLES = (*map(_longs, (6, 6, 5, 3, 6)), _ints(4), _longs(6), *map(_ints, (4, 2, 2)), Float32(0.0))
-KERNELS = Kernels(VerifyF32, _EXAMPLES, "6q6q5q3q6q4q6q4q2q2qf4x")
+_EXAMPLES = (*map(_longs, (6, 6, 5, 3, 5)), _ints(4), _longs(6), *map(_ints, (4, 2, 2)), Float32(0.0))
+KERNELS = Kernels(VerifyF32, _EXAMPLES, "6q6q5q3q5q4q6q4q2q2qf4x")
 # Items (rows times heads) per multiprocessor below which two blocks share one (tools/bench_step.py).
 SPLIT_BELOW = 0.5
 # Widths of a convolution that the kernel takes in: its history and weights are registers of one thread.
@@ -156,8 +155,6 @@ def deferred_verify_f32(
     # As many as it takes for no more rounds, if that leaves an eighth of them for the next layer to start early on.
     even = -(-items // -(-items // groups)) if items else 1
     groups = even if even <= groups * 7 // 8 else groups
-    ticketed = split == 1 and items >= TICKET_ROUNDS * groups and batch <= ROWS
-    counter = tickets(device) if ticketed else 0
     width, keeps = (0, False) if conv is None else (conv.weight.shape[1], conv.keeps_history)
     facts = verify_facts(heads, spec_query_len, k.dtype, A_log.dtype, dt_bias.dtype, width, keeps, split)
     sized = (q, k, raw_g, v, raw_beta, out)
@@ -183,7 +180,6 @@ def deferred_verify_f32(
         *(t.stride(0) * t.element_size() for t in layer),
         *(0 if t is None else t.data_ptr() for t in indices),
         errors.data_ptr(),
-        counter,
         *(0 if t is None else t.stride(0) for t in indices),
         *conv_values,
         checkpoint_state.shape[0],

@@ -10,16 +10,19 @@ untouched, unless its source slot is in 1..slots-1, its record row in 0..R-1 and
 Everything of the source is in shared memory before anything is written, so the three slots may coincide.
 
 Grid min(SMs, L * B * H), 288 threads, one block an SM: it walks its items with three tiles in flight.
-- warp 8 finds live items, 32 at a time, and issues bulk loads: the n records, then the state.
+- warp 8 takes live items by ticket (items.py) and issues bulk loads: the n records, then the state.
 - warps 4 to 7, one thread a key channel, turn raw keys and gates into the coefficients κ_t and e (tile.py).
 - warps 0 to 3 hold the tile in registers, fold it with one fma per element and record, and bulk-store it.
 
 Traffic of a row and head: 128 KiB of state and n * (512 + 2K * size of the activations) bytes of records. The memory
 bounds it: at n = 4 the fold warps are busy for about a fifth of the 8200 cycles in which an SM's share of it moves
-128 KiB. Measured on an H200, 69 layers of 12 heads, n = 4: 1.12 times the time of the state's 128 KiB at the card's
-in-place rate at 64 requests (of that 1.03 are the records), 38 µs for one request, the launch of the graph included.
-Under ncu, 4 layers of 64 requests: DRAM at 74 % of its peak, L2 at 82 %, issue slots at 13 %. Half states as items, for
-shorter rounds at few requests, were slower everywhere (42 µs for one request).
+128 KiB. Measured on an H200, 69 layers of 12 heads, n = 4: 1.07 times the time of the state's 128 KiB at the card's
+in-place rate from 64 requests on (of that 1.03 are the records), 33 µs for one request, 36 with the host's launch of
+the graph. Multiprocessors do not have the same share of the memory: with the same number of items for each it was
+1.12 times (1850 µs instead of 1765 at 64 requests). Slower, too, in one run each:
+- half states as items, for shorter rounds at few requests (42 µs for one request instead of 38);
+- `evict_first` on the loads (1935 µs at 64 requests instead of 1850), on the stores (1871), on both (1943), and with
+  tickets on both (1853 instead of 1765).
 
 Not checked on the device: slots and record rows unique among live rows.
 """

@@ -1,11 +1,15 @@
-"""Which items a block works on: the heads of the rows that have work, one after the other.
+"""Which items a block of the fold works on: the heads of the rows that have work, layer by layer.
 
 A warp keeps a bit of every row, 32 in each lane, and finds the n-th live row by ballots.
 
 Who takes what: item k of the first round belongs to block k. From then on a block takes the next ticket of the launch's
-counter, so that a multiprocessor whose share of the memory is slower takes fewer items: in rounds of a fixed stride
-all wait for it (the fold of 64 requests: 1850 µs instead of 1765). Every item takes one ticket, and the counter wraps
-to 0 with the last. Without a counter, or with more rows than the warp has bits, the stride is fixed.
+counter, so that a multiprocessor whose share of the memory is slower takes fewer items; in rounds of a fixed stride all
+wait for it. Every item takes one ticket, and with the last the counter wraps to 0. Without a counter (build.py), or
+with more rows than the warp has bits, the stride is fixed.
+
+The verify keeps its stride. With tickets one of its two loading warps has to tell the other what it took, 0.3 µs more
+before the first state arrives: 259 µs instead of 239 for 69 layers of one request, 742 instead of 716 at 16, 2166
+instead of 2144 at 64; only from hundreds of requests on do tickets win (8200 instead of 8453 at 256).
 """
 
 import cutlass

@@ -18,11 +18,16 @@ Grid at most one block an SM, 512 threads each walking the block's items (verify
 
 Traffic of an item: 64 KiB in, 64 KiB out if n > 0, n KiB of records in, Q KiB of records out, 1.25 Q KiB of
 activations: for n = 4, Q = 8 at 4.2 TB/s 9500 cycles an SM; the fold warps need about 7000. On an H200 with 69 layers
-of 12 heads (tools/results/h200) a step at 64 requests is 1.15 times that floor, from 128 on 1.11. Alone under ncu a
-layer of 64 requests moves 94 MB through DRAM in 35.6 µs: DRAM at 55 % of its peak, L2 at 70 %, L1 and shared memory at
-46 %, issue slots at 28 %, so no unit is full. The memory waits for the first window of a layer, about 2 µs behind the
-predecessor's end, and half the cycles between two instructions of a warp go to what it asked of L1 or shared memory.
-At one request a layer takes 3.8 µs, the latency of launch, tokens, coefficients, products and solve.
+of 12 heads the verifies of 64 requests take 1.11 times that floor, of 256 1.09. No unit is full (alone under ncu, 64
+requests: DRAM at 55 % of its peak, L2 at 70 %, L1 and shared memory at 46 %, issue slots at 28 %). The memory waits for
+the first window of a layer, and half the cycles between two instructions of a warp go to what it asked of L1 or shared
+memory. At one request a layer takes 3.5 µs, the latency of launch, tokens, coefficients, products and solve; what an
+early kernel does before its wait is on that path as well.
+
+Tried for 1, 16 and 64 requests, without a gain of 1 %: a third accumulator in the products, for shorter chains;
+`evict_first` on the loads of the states (2188 µs instead of 2142 at 64 requests, though 710 instead of 721 at 16), on
+their stores (209 instead of 234 at one request, but only since the states of a bench then stay in L2 from step to
+step), on both (8930 instead of 8475 at 256). Tickets gain only with hundreds of requests (items.py).
 
 Programmatic launch (order.py): launched `early`, state, records, history and the whole replay come before this kernel's
 wait; else every thread waits before its first access. The successor is released after the wait. Every block waits, also
@@ -42,13 +47,11 @@ from cutlass import Float32, Int32, Int64
 
 from . import ptx, tile
 from . import verify_layout as rings
-from .items import ROWS
 from .tile import V
 from .verify_roles import VerifyRoles
 from .verify_rows import VerifyRows
 
 THREADS = 512
-TICKET_ROUNDS = 4  # items a block from which on they are taken by ticket (items.py)
 _REGISTERS = (232, 104, 104, 72)  # their sum, times 128 threads, is the register file
 
 
@@ -62,7 +65,7 @@ class VerifyF32(VerifyRoles, VerifyRows):
         token_strides,  # the same six, bytes from token to token
         layer,  # checkpoint, correction, key_gate, A_log, dt_bias: addresses
         layer_strides,  # checkpoint slot, correction row, key_gate row: bytes
-        indices,  # state_indices, record_rows, query_start_loc, pending, error counter, counter of tickets: int32, or 0
+        indices,  # state_indices, record_rows, query_start_loc, pending, error counter: addresses, int32, or 0
         index_strides,  # the first four, elements
         conv,  # state, weight, bias (or 0): addresses; slot, dim and column stride: bytes
         limits,  # slots, record rows, batch, T
@@ -154,26 +157,17 @@ class VerifyF32(VerifyRoles, VerifyRows):
 
     @cute.jit
     def load_states(self, shared: Int32, lane: Int32, share: Int32, layer, layer_strides, step):
-        """Warp 12: chooses the block's items, tells warp 13, and loads their states."""
+        """Warp 12: each lane looks at one item; those that found a live one load its state in turn."""
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         stride = blocks // self.split
-        batch = step[2][2]
         i = Int32(0)
-        start = Int32(0)
-        while start < batch:
-            bits, before, live = self.live_rows(start, batch, lane, step)
-            total = live * self.heads
-            # A block that starts early has taken three items before the late ones begin: of few, too many.
-            tickets = ptx.select(total >= TICKET_ROUNDS * stride, step[0][5], Int64(0))
-            item = Int32(block) // self.split
-            while item < total:
-                following = self.claim(item, stride, total, tickets, lane)
-                b = start + self.nth_live(item // self.heads, bits, before, lane)
-                h = item % self.heads
-                self.tell(shared, lane, i, b * self.heads + h)
-                slot = self.slot_of(b, step)
-                if lane == 0:
+        base = Int32(block) // self.split
+        while base < step[2][2] * self.heads:
+            alive, h, slot = self.find_state(base + lane * stride, step)
+            found = cute.arch.vote_ballot_sync(alive)
+            while found != 0:
+                if lane == cute.arch.popc((found & (0 - found)) - 1):
                     turns = i // self.depth
                     spot = i - turns * self.depth
                     if i >= self.depth:
@@ -184,28 +178,9 @@ class VerifyF32(VerifyRoles, VerifyRows):
                         shared + self.tile_full + 8 * spot,
                     )
                 cute.arch.sync_warp()
+                found = found & (found - 1)
                 i += 1
-                item = cute.arch.shuffle_sync(following, 0)
-            start += ROWS
-        self.tell(shared, lane, i, Int32(rings.END))
-
-    @cute.jit
-    def tell(self, shared: Int32, lane: Int32, i: Int32, item: Int32):
-        """Item i for warp 13: row * heads + head."""
-        place = i & (rings.ITEMS - 1)
-        if lane == 0:
-            if i >= rings.ITEMS:
-                ptx.mbar_wait(shared + self.item_empty + 8 * place, ((i // rings.ITEMS) & 1) ^ 1)
-            ptx.store_shared(shared + self.items + 4 * place, item)
-            ptx.mbar_arrive(shared + self.item_full + 8 * place)
-
-    def hear(self, shared, lane, i):
-        """What warp 12 told of item i."""
-        place = i & (rings.ITEMS - 1)
-        ptx.mbar_wait(shared + self.item_full + 8 * place, (i // rings.ITEMS) & 1)
-        item = ptx.load_shared(shared + self.items + 4 * place, Int32)
-        tile.warp_arrive(lane, shared + self.item_empty + 8 * place)
-        return item
+            base += 32 * stride
 
     @cute.jit
     def load_inputs(
@@ -222,58 +197,60 @@ class VerifyF32(VerifyRoles, VerifyRows):
         wide_beta: Int32,
     ):
         """Warp 13: notices, records, and after the wait the tokens of each item."""
+        block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        stride = blocks // self.split
         i = Int32(0)
-        item = self.hear(shared, lane, i)
-        while item >= 0:
-            b = item // self.heads
-            h = item % self.heads
-            slot = self.slot_of(b, step)
-            first, last = self.tokens_of(b, step)
-            row, n = self.record_of(b, step)
-            length = cutlass.min(last - first, self.q)
-            stage = i & 1
-            place = i - i // rings.VALUES * rings.VALUES
-            self.wait_free(shared, i)
-            if lane == 0:
-                at = shared + self.input_notices + rings.NOTICE_BYTES * stage
-                value_at = shared + self.value_notices + rings.NOTICE_BYTES * place
-                record = layer[2] + Int64(row) * layer_strides[2] + Int64(h) * (self.q * self.key_gate_bytes)
-                correction = layer[1] + Int64(row) * layer_strides[1] + Int64(h) * (self.q * V * 4)
-                ptx.store_shared(at + rings.N, n, length, h, first)
-                ptx.store_shared(at + rings.KEY_GATE, record)
-                ptx.store_shared(value_at + rings.N, n, length)
-                if cutlass.const_expr(self.width > 0):
-                    conv_state = conv[0] + Int64(slot) * conv[3]
-                    ptx.store_shared(value_at + rings.HEAD, h)
-                    for notice in (at, value_at):
-                        ptx.store_shared(notice + rings.CONV, conv_state)
-                        # A dummy row reads a live-looking slot but never writes it.
-                        ptx.store_shared(notice + rings.WRITES, ptx.select(row >= 0, Int32(1), Int32(0)))
-                ptx.store_shared(value_at + rings.CORRECTION, correction)
-                out = tokens[5] + Int64(first) * token_strides[5] + Int64(h) * self.token_bytes
-                ptx.store_shared(value_at + rings.OUT, out)
-                beta_bytes = ptx.select(wide_beta != 0, Int64(4), Int64(self.size))
-                beta = tokens[4] + Int64(first) * token_strides[4] + Int64(h) * beta_bytes
-                ptx.store_shared(value_at + rings.BETA, beta)
-                ptx.store_shared(value_at + rings.STATE, self.state_address(slot, h, share, layer, layer_strides))
-                record_full = shared + self.record_full + 8 * stage
-                correction_full = shared + self.correction_full + 8 * place
-                ptx.mbar_expect(record_full, n * self.key_gate_bytes)
-                ptx.mbar_expect(correction_full, n * (V * 4))
-                if n > 0:
-                    ptx.bulk_load(
-                        shared + self.records + self.q * self.key_gate_bytes * stage,
-                        record,
-                        n * self.key_gate_bytes,
-                        record_full,
-                    )
-                    ptx.bulk_load(
-                        shared + self.corrections + self.q * V * 4 * place, correction, n * (V * 4), correction_full
-                    )
-            cute.arch.sync_warp()
-            self.load_tokens(shared, lane, i, tokens, token_strides)
-            i += 1
-            item = self.hear(shared, lane, i)
+        base = Int32(block) // self.split
+        while base < step[2][2] * self.heads:
+            alive, h, slot, row, n, first, length = self.find_item(base + lane * stride, step)
+            found = cute.arch.vote_ballot_sync(alive)
+            while found != 0:
+                turn = cute.arch.popc((found & (0 - found)) - 1)
+                stage = i & 1
+                place = i - i // rings.VALUES * rings.VALUES
+                self.wait_free(shared, i)
+                if lane == turn:
+                    at = shared + self.input_notices + rings.NOTICE_BYTES * stage
+                    value_at = shared + self.value_notices + rings.NOTICE_BYTES * place
+                    record = layer[2] + Int64(row) * layer_strides[2] + Int64(h) * (self.q * self.key_gate_bytes)
+                    correction = layer[1] + Int64(row) * layer_strides[1] + Int64(h) * (self.q * V * 4)
+                    ptx.store_shared(at + rings.N, n, length, h, first)
+                    ptx.store_shared(at + rings.KEY_GATE, record)
+                    ptx.store_shared(value_at + rings.N, n, length)
+                    if cutlass.const_expr(self.width > 0):
+                        conv_state = conv[0] + Int64(slot) * conv[3]
+                        ptx.store_shared(value_at + rings.HEAD, h)
+                        for notice in (at, value_at):
+                            ptx.store_shared(notice + rings.CONV, conv_state)
+                            # A dummy row reads a live-looking slot but never writes it.
+                            ptx.store_shared(notice + rings.WRITES, ptx.select(row >= 0, Int32(1), Int32(0)))
+                    ptx.store_shared(value_at + rings.CORRECTION, correction)
+                    out = tokens[5] + Int64(first) * token_strides[5] + Int64(h) * self.token_bytes
+                    ptx.store_shared(value_at + rings.OUT, out)
+                    beta_bytes = ptx.select(wide_beta != 0, Int64(4), Int64(self.size))
+                    beta = tokens[4] + Int64(first) * token_strides[4] + Int64(h) * beta_bytes
+                    ptx.store_shared(value_at + rings.BETA, beta)
+                    ptx.store_shared(value_at + rings.STATE, self.state_address(slot, h, share, layer, layer_strides))
+                    record_full = shared + self.record_full + 8 * stage
+                    correction_full = shared + self.correction_full + 8 * place
+                    ptx.mbar_expect(record_full, n * self.key_gate_bytes)
+                    ptx.mbar_expect(correction_full, n * (V * 4))
+                    if n > 0:
+                        ptx.bulk_load(
+                            shared + self.records + self.q * self.key_gate_bytes * stage,
+                            record,
+                            n * self.key_gate_bytes,
+                            record_full,
+                        )
+                        ptx.bulk_load(
+                            shared + self.corrections + self.q * V * 4 * place, correction, n * (V * 4), correction_full
+                        )
+                cute.arch.sync_warp()
+                self.load_tokens(shared, lane, i, tokens, token_strides)
+                found = found & (found - 1)
+                i += 1
+            base += 32 * stride
         self.wait_free(shared, i)
         if lane == 0:
             place = i - i // rings.VALUES * rings.VALUES
@@ -295,8 +272,7 @@ class VerifyF32(VerifyRoles, VerifyRows):
     def load_tokens(self, shared: Int32, lane: Int32, i: Int32, tokens, token_strides):
         """q, k, gate and v of item i's tokens, behind the wait, each lane 16 bytes of every other token.
 
-        A bulk copy a token would take less of the memory pipe, but a warp starts those one lane after the other:
-        0.35 µs between the wait and the last one, on the path of every layer's first window.
+        Not as one bulk copy a token: a warp starts those one lane after the other, which cost every layer 0.35 µs.
         """
         stage = i & 1
         place = i - i // rings.VALUES * rings.VALUES

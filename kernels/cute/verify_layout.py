@@ -11,7 +11,6 @@ from .tile import K, V
 END = -1
 PROBES = 16  # p_0..p_7 and r_0..r_7
 INPUTS, VALUES, STAGES = 2, 3, 2  # depth of the rings: raw inputs; u and v; coefficients
-ITEMS = 4  # and of the one of items, a power of two
 PROJECTION_BYTES = 17 * 4  # a row of projections, one float of padding against bank conflicts
 PARTIAL = 9  # floats in a padded row of partial couplings
 NOTICE_BYTES = 64
@@ -62,7 +61,6 @@ class VerifyLayout:
         self.replay_norms = take(STAGES * tile.MAX_Q * 16)
         self.input_notices = take(INPUTS * NOTICE_BYTES)
         self.value_notices = take(VALUES * NOTICE_BYTES)
-        self.items = take(ITEMS * 4)
         self._barriers = []
         bar, warps = self._barrier, tile.ARRIVING_LANES  # arrivals of one lane, or so many of each warp
         self.tile_full, self.tile_empty = bar(self.depth, 1), bar(self.depth, 1)
@@ -71,7 +69,6 @@ class VerifyLayout:
         self.token_full, self.value_full = bar(INPUTS, 32), bar(VALUES, 32)
         self.correction_full = bar(VALUES, 1)
         self.value_empty = bar(VALUES, 9 * warps)
-        self.item_full, self.item_empty = bar(ITEMS, 1), bar(ITEMS, warps)
         self.replay_full, self.replay_empty = bar(STAGES, 4 * warps), bar(STAGES, 4 * warps)
         self.window_full, self.window_empty = bar(STAGES, 4 * warps), bar(STAGES, 8 * warps)
         self.peer_read = bar(STAGES, 4)

@@ -13,10 +13,9 @@ from cutlass import Int32, Int64
 
 from ...errors import NUM_KINDS, ErrorKind
 from . import ptx
-from .items import Items
 
 
-class VerifyRows(Items):
+class VerifyRows:
     def slot_of(self, b, step):
         """Slot of row b, 0: null."""
         indices, index_strides, (slots, _, _, _) = step
@@ -44,19 +43,36 @@ class VerifyRows(Items):
                 n = ptx.load_global(indices[3] + Int64(row) * index_strides[3] * 4, Int32)
         return row, cutlass.min(cutlass.max(n, 0), self.q)
 
-    def lives(self, rows, step):
-        """Whether each of a few rows has anything to do: tokens, or else pending records."""
-        found = [(b, self.slot_of(b, step), *self.tokens_of(b, step)) for b in rows]
-        return [self.has_work(b, slot, last - first, step) for b, slot, first, last in found]
-
     @cute.jit
-    def has_work(self, b: Int32, slot: Int32, count: Int32, step):
-        """Only a row without tokens is asked for its pending count, which is a second way behind its record row."""
-        alive = slot > 0
-        if alive & (count == 0):
+    def find_state(self, item: Int32, step):
+        """Whether there is anything to do for an item, one (row, head); its head and slot.
+
+        A row with tokens is not asked for its pending count: that is a second way, behind its record row.
+        """
+        inside, b, h = self.place_of(item, step)
+        slot = self.slot_of(b, step)
+        first, last = self.tokens_of(b, step)
+        alive = inside & (slot > 0)
+        if alive & (first == last):
             _, n = self.record_of(b, step)
             alive = n > 0
-        return alive
+        return alive, h, slot
+
+    @cute.jit
+    def find_item(self, item: Int32, step):
+        """All facts of an item, and whether there is anything to do for it."""
+        inside, b, h = self.place_of(item, step)
+        slot = self.slot_of(b, step)
+        first, last = self.tokens_of(b, step)
+        row, n = self.record_of(b, step)
+        length = cutlass.min(last - first, self.q)
+        return inside & (slot > 0) & ((n > 0) | (length > 0)), h, slot, row, n, first, length
+
+    def place_of(self, item, step):
+        """Row and head of an item, and whether there is one; else those of the first."""
+        inside = item < step[2][2] * self.heads
+        item = ptx.select(inside, item, Int32(0))
+        return inside, item // self.heads, item % self.heads
 
     @cute.jit
     def write_zeros(self, lane: Int32, out: Int64, out_stride: Int64, step):
