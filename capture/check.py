@@ -27,17 +27,24 @@ class Replayable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first element at which a replay left other bytes than the eager step."""
+    """The first element at which a replay left other bytes than the eager step.
+
+    step      of the check, from 0
+    name      of the tensor, as it was given; `result` for what the function returned
+    layer     position in the sequence of tensors given under this name; None for a single tensor
+    index     of the element in that tensor
+    eager     what the eager step left there, as text
+    replayed  what the replay left there
+    elements  how many elements of this tensor differ
+    """
 
     step: int
     name: str
     layer: int | None
-    """Position in the sequence of tensors given under this name; None for a single tensor."""
     index: tuple[int, ...]
     eager: str
     replayed: str
     elements: int
-    """How many elements of this tensor differ."""
 
     @property
     def slot(self) -> int | None:
@@ -55,15 +62,20 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """What `check_replay` found. True if nothing differs."""
+    """What `check_replay` found. True if nothing differs.
+
+    name        of the recording
+    steps       steps that ran: all that were asked for, or up to the first difference
+    tensors     how many tensors were compared after each step, results included
+    changed     those that some eager step changed
+    difference  the first one; None if there is none
+    hint        what the difference looks like, such as inputs frozen in the recording; or empty
+    """
 
     name: str
     steps: int
-    """Steps that ran: all that were asked for, or up to the first difference."""
     tensors: int
-    """Tensors compared after each step, results included."""
     changed: tuple[str, ...]
-    """Those that some eager step changed."""
     difference: Difference | None = None
     hint: str = ""
 

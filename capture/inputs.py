@@ -36,6 +36,16 @@ class StepInputs:
         ledger: whose generations staged rows are compared with. A row that is late, for its record row has a new
             owner, becomes padding when it is staged, is skipped by a commit, flush or drain afterwards, and is counted.
             The verifies compare nothing: enqueue them right behind the staging, with no other step of the row between.
+
+    state_indices        [R] int32: state slot
+    record_rows          [R] int32: record row
+    query_start_loc      [R + 1] int32: row b owns tokens `query_start_loc[b] .. [b + 1]`; constant from the last live
+                         row on
+    num_accepted_tokens  [R] int32, by row: row b is its own request here
+    eager                [R] uint8: rows to commit now
+    num_computed_tokens  [R] int32, by row
+    block_table          [R, block_table_width] int32, by row; null past the width of what was staged
+    generation           [R] int32: the generation of its record row that each row was staged for; 0 is not compared
     """
 
     max_num_reqs: int
@@ -44,21 +54,13 @@ class StepInputs:
     block_table_width: int = 0
     ledger: RecordSlots | None = field(default=None, repr=False)
     state_indices: Tensor = field(init=False, repr=False)
-    """[R] int32: state slot."""
     record_rows: Tensor = field(init=False, repr=False)
-    """[R] int32: record row."""
     query_start_loc: Tensor = field(init=False, repr=False)
-    """[R + 1] int32: row b owns tokens `query_start_loc[b] .. [b + 1]`; constant from the last live row on."""
     num_accepted_tokens: Tensor = field(init=False, repr=False)
-    """[R] int32, by row: row b is its own request here."""
     eager: Tensor = field(init=False, repr=False)
-    """[R] uint8: rows to commit now."""
     num_computed_tokens: Tensor = field(init=False, repr=False)
-    """[R] int32, by row."""
     block_table: Tensor = field(init=False, repr=False)
-    """[R, block_table_width] int32, by row; null past the width of what was staged."""
     generation: Tensor = field(init=False, repr=False)
-    """[R] int32: the generation of its record row that each row was staged for; 0 is not compared."""
     _block: Tensor = field(init=False, repr=False)
     _addresses: range = field(init=False, repr=False)
     _all: Staged = field(init=False, repr=False)

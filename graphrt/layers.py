@@ -30,23 +30,27 @@ class KDALayer:
     """One KDA layer's static tensors and parameters.
 
     Any object with the first seven attributes serves as well.
+
+    kv_cache            convolution state [slots, conv_dim, C] (or [slots, C, conv_dim]) and checkpoint [slots, H, V, K]
+    recoverssm_records  what `allocate_records` made for this layer
+    A_log               [H], any floating dtype
+    dt_bias             [H * K], any floating dtype
+    local_num_heads     H, heads on this device
+    head_dim            K = V, a power of two of at least 16
+    gate_lower_bound    below zero for the bounded gate, None for the softplus gate
+    conv_weight         [conv_dim, W]; only its width is asked for, where `create` gets no `conv_width`
+    conv_bias           [conv_dim], or None; for the caller's own use
     """
 
     kv_cache: tuple[Tensor, Tensor]
-    """Convolution state [slots, conv_dim, C] (or [slots, C, conv_dim]) and checkpoint [slots, H, V, K]."""
     recoverssm_records: KDARecoverSSMRecords
     A_log: Tensor
-    """[H], any floating dtype."""
     dt_bias: Tensor
-    """[H * K], any floating dtype."""
     local_num_heads: int
     head_dim: int
     gate_lower_bound: float | None
-    """Below zero for the bounded gate, None for the softplus gate."""
     conv_weight: Tensor | None = None
-    """[conv_dim, W]"""
     conv_bias: Tensor | None = None
-    """[conv_dim]"""
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, cycle
-from pathlib import Path
 from statistics import fmean, median
 from time import perf_counter
 from typing import Any
 
 import torch
+from outputs import output_file
 from rich.console import Console
 from rich.table import Table
 
@@ -195,7 +195,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256])
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--json", type=Path, help="append the results, one JSON object a line")
+    parser.add_argument("--json", type=output_file, help="append the results, one JSON object a line")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench_host: needs a CUDA device", file=sys.stderr)

@@ -344,8 +344,8 @@ MUTANTS = (
     Mutant(
         "an idle step does not put the staged one back",
         "capture/step.py",
-        "        with self.inputs.kept():\n            dummy_inputs(self.inputs, num_reqs, dcp=dcp)\n",
-        "        if True:\n            dummy_inputs(self.inputs, num_reqs, dcp=dcp)\n",
+        "        with self.inputs.kept(), _random_state_kept(self.inputs.device):\n            dummy_inputs(",
+        "        with _random_state_kept(self.inputs.device):\n            dummy_inputs(",
         STEP,
     ),
     Mutant(

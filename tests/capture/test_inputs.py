@@ -231,14 +231,27 @@ def test_no_block_is_overwritten_unread_whatever_the_streams_do(monkeypatch):
     assert all(len(events) <= len(ring.streams) for events in ring._read)
 
 
-def test_unread_blocks_of_an_earlier_stream_are_waited_for(monkeypatch):
-    """Even if the new stream was not made to wait for it: the old one gets an event when it is left."""
+@pytest.mark.parametrize("earlier", [0, 2], ids=["of torch", "from elsewhere"])
+def test_unread_blocks_of_an_earlier_stream_are_waited_for(monkeypatch, earlier):
+    """Even if the new stream was not made to wait for it: what was staged on the old one has an event."""
     ring = FakeRing(monkeypatch)
+    ring.stream = ring.streams[earlier]
     ring.step()
     ring.stream = ring.streams[1]
     for _ in range(NUM_BLOCKS):
         ring.step()
-    assert ring.streams[0].done == 1 and ring.log[:2] == ["record on 0", "record on 70"]
+    handle = ring.streams[earlier].handle
+    assert ring.streams[earlier].done == 1 and ring.log[:2] == [f"record on {handle}", "record on 70"]
+
+
+def test_events_of_streams_that_are_gone_do_not_pile_up(monkeypatch):
+    """A new stream for every step leaves no more events than the steps of a group need."""
+    ring = FakeRing(monkeypatch)
+    for handle in range(100, 200):
+        ring.streams.append(FakeStream(handle, from_elsewhere=True))
+        ring.use(len(ring.streams) - 1)
+        ring.step()
+    assert all(len(events) <= GROUP for events in ring._read)
 
 
 @pytest.mark.parametrize("rows", [1, LONG - 1, LONG, 3 * LONG])

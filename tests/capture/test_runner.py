@@ -400,6 +400,23 @@ def test_checked_mode_reads_what_was_staged(device, monkeypatch):
     assert_same(engine.state(), before, "after refusals")
 
 
+def test_a_commit_that_could_not_be_replayed_closes_no_step(device, monkeypatch):
+    """Its rows are still between verify and commit: the next verify of them says so, until the commit has run."""
+    monkeypatch.setenv("GRAPHRT_CHECK", "1")
+    engine, rng = Engine(device), random.Random(12)
+    runner, batch = make(engine, [4]), Batch(rng, engine, 4, least_rows=2)
+    x = engine.window_inputs(rng)
+    batch.verify(engine, x)
+    runner.inputs.stage(**batch.host())
+    with pytest.raises(RuntimeError, match=r"^replay before capture"):
+        runner.commit(batch.n)
+    with pytest.raises(RuntimeError, match=r"was verified and not committed"):
+        batch.verify(engine, x)
+    runner.capture(progress=False)
+    runner.commit(batch.n)
+    batch.verify(engine, x)
+
+
 def test_memory_is_reported_by_graph_and_in_total(device):
     """Commit, flush and drain allocate nothing in a graph; the forecast agrees (B97)."""
     runner = make(Engine(device), [1, 4])
