@@ -27,17 +27,24 @@ class Replayable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first element at which a replay left other bytes than the eager step."""
+    """The first element at which a replay left other bytes than the eager step.
+
+    step      of the check, from 0
+    name      of the tensor, as it was given; `result` for what the function returned
+    layer     position in the sequence of tensors given under this name; None for a single tensor
+    index     of the element in that tensor
+    eager     what the eager step left there, as text
+    replayed  what the replay left there
+    elements  how many elements of this tensor differ
+    """
 
     step: int
     name: str
     layer: int | None
-    """Position in the sequence of tensors given under this name; None for a single tensor."""
     index: tuple[int, ...]
     eager: str
     replayed: str
     elements: int
-    """How many elements of this tensor differ."""
 
     @property
     def slot(self) -> int | None:
@@ -55,15 +62,20 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class ReplayReport:
-    """What `check_replay` found. True if nothing differs."""
+    """What `check_replay` found. True if nothing differs.
+
+    name        of the recording
+    steps       steps that ran: all that were asked for, or up to the first difference
+    tensors     how many tensors were compared after each step, results included
+    changed     those that some eager step changed
+    difference  the first one; None if there is none
+    hint        what the difference looks like, such as inputs frozen in the recording; or empty
+    """
 
     name: str
     steps: int
-    """Steps that ran: all that were asked for, or up to the first difference."""
     tensors: int
-    """Tensors compared after each step, results included."""
     changed: tuple[str, ...]
-    """Those that some eager step changed."""
     difference: Difference | None = None
     hint: str = ""
 
@@ -158,12 +170,13 @@ class _Check:
             self._check_results(results, replayed)
             changed.update(f"result[{i}]" for i in range(len(results)))
             difference = self._difference(step, [*self.live, *replayed], [*state, *results])
-            if difference is not None or step + 1 == steps:
-                hint = FROZEN if difference is not None and self._is_frozen(step, steps) else ""
-                compared = len(self.group) + len(results)
-                return ReplayReport(self.name, step + 1, compared, tuple(sorted(changed)), difference, hint)
+            if difference is not None:
+                break
             self.start, self.random = state, random
-        raise RuntimeError("unreachable: the last step returns")
+        # Of a single step the caller may have no inputs of another one.
+        frozen = difference is not None and steps > 1 and self._is_frozen(step)
+        compared, hint = len(self.group) + len(results), FROZEN if frozen else ""
+        return ReplayReport(self.name, step + 1, compared, tuple(sorted(changed)), difference, hint)
 
     def eager(self, step: int) -> list[Tensor]:
         """One eager step from the start state; its results."""
@@ -198,10 +211,8 @@ class _Check:
         elements = bits.count_differences(got[i], want[i])
         return Difference(step, entry.name, entry.layer, index, eager, replayed, elements)
 
-    def _is_frozen(self, step: int, steps: int) -> bool:
+    def _is_frozen(self, step: int) -> bool:
         """Whether the inputs of another step make no difference to a replay, though they do to an eager step."""
-        if steps == 1:
-            return False  # the caller has no inputs of another step
         other = step - 1 if step else step + 1
         return self._same(self.replay, step, other) and not self._same(self.eager, step, other)
 

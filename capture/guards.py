@@ -39,6 +39,10 @@ _HINTS = (
         "uncaptured work",
         "it waits for work that was enqueued before the recording: order that before record(), not inside",
     ),
+    (
+        "generator not in capture mode",
+        "this torch captures the default random generator only: draw from that, and seed it by torch.manual_seed",
+    ),
     ("unjoined", "a forked stream was not joined: let the recording stream wait for it before the function returns"),
 )
 

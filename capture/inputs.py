@@ -12,7 +12,7 @@ from graphrt import backends, checked, profiling
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.pinned import PinnedRing
 from graphrt.capture.recording import is_under_way
-from graphrt.capture.sources import NAMES, Checked, Source, as_tensor, check_sources
+from graphrt.capture.sources import NAMES, Source, as_tensor, check_sources
 from graphrt.capture.static import allocate_rows, cut_rows
 from graphrt.checks import check_count, check_device, check_flag, check_kind, fail
 from graphrt.errors import canonical, error_counter
@@ -36,6 +36,16 @@ class StepInputs:
         ledger: whose generations staged rows are compared with. A row that is late, for its record row has a new
             owner, becomes padding when it is staged, is skipped by a commit, flush or drain afterwards, and is counted.
             The verifies compare nothing: enqueue them right behind the staging, with no other step of the row between.
+
+    state_indices        [R] int32: state slot
+    record_rows          [R] int32: record row
+    query_start_loc      [R + 1] int32: row b owns tokens `query_start_loc[b] .. [b + 1]`; constant from the last live
+                         row on
+    num_accepted_tokens  [R] int32, by row: row b is its own request here
+    eager                [R] uint8: rows to commit now
+    num_computed_tokens  [R] int32, by row
+    block_table          [R, block_table_width] int32, by row; null past the width of what was staged
+    generation           [R] int32: the generation of its record row that each row was staged for; 0 is not compared
     """
 
     max_num_reqs: int
@@ -44,21 +54,13 @@ class StepInputs:
     block_table_width: int = 0
     ledger: RecordSlots | None = field(default=None, repr=False)
     state_indices: Tensor = field(init=False, repr=False)
-    """[R] int32: state slot."""
     record_rows: Tensor = field(init=False, repr=False)
-    """[R] int32: record row."""
     query_start_loc: Tensor = field(init=False, repr=False)
-    """[R + 1] int32: row b owns tokens `query_start_loc[b] .. [b + 1]`; constant from the last live row on."""
     num_accepted_tokens: Tensor = field(init=False, repr=False)
-    """[R] int32, by row: row b is its own request here."""
     eager: Tensor = field(init=False, repr=False)
-    """[R] uint8: rows to commit now."""
     num_computed_tokens: Tensor = field(init=False, repr=False)
-    """[R] int32, by row."""
     block_table: Tensor = field(init=False, repr=False)
-    """[R, block_table_width] int32, by row; null past the width of what was staged."""
     generation: Tensor = field(init=False, repr=False)
-    """[R] int32: the generation of its record row that each row was staged for; 0 is not compared."""
     _block: Tensor = field(init=False, repr=False)
     _addresses: range = field(init=False, repr=False)
     _all: Staged = field(init=False, repr=False)
@@ -146,26 +148,36 @@ class StepInputs:
                 static buffers themselves. With GRAPHRT_CHECK=1 also for a late row, and a request that there is not.
             CaptureError: for host values inside a recording, which would freeze them.
         """
-        self.check_num_reqs(num_reqs, 0)
-        values = (
+        if type(num_reqs) is not int or not 0 <= num_reqs <= self.max_num_reqs:
+            self.check_num_reqs(num_reqs, 0)
+        values: list[Any] = [
             state_indices, record_rows, query_start_loc, num_accepted_tokens, eager, request_indices,
             num_computed_tokens, block_table, generation,
-        )  # fmt: skip
-        recording = _is_recording(self._ring)
+        ]  # fmt: skip
+        ring = self._ring
+        # Inside a recording, its warm-up included, and inside a capture that somebody else began.
+        recording = is_under_way() or (is_recording() if ring is None else ring.is_capturing())
         if recording:
             _refuse_host_values(values, self.device)
-        given = check_sources(values, num_reqs, self.device, self._addresses)
-        if checked.enabled(None):
-            checked.staged_values(_as_sources(num_reqs, given), self._current)
-        if self._ring is not None and not recording:
-            if profiling.ranges is None:
-                self._ring.stage(num_reqs, given)
+        if ring is None or recording or checked.enabled(None):
+            sources = self._sources(num_reqs, values)
+            if checked.enabled(None):
+                checked.staged_values(sources, self._current)
+            if ring is None or recording:
+                run, errors = backends.by_device(self.device).stage, error_counter(self.device)
+                launch("graphrt.stage", run, self._all, sources, None, errors, self._current)
                 return
-            with profiling.annotated("stage", "graphrt.stage", profiling.stage_work(num_reqs, eager)):
-                self._ring.stage(num_reqs, given)
+        if profiling.ranges is None:
+            ring.stage(num_reqs, values, self.device, self._addresses)
             return
-        run, sources = backends.by_device(self.device).stage, _as_sources(num_reqs, given)
-        launch("graphrt.stage", run, self._all, sources, None, error_counter(self.device), self._current)
+        with profiling.annotated("stage", "graphrt.stage", profiling.stage_work(num_reqs, eager)):
+            ring.stage(num_reqs, values, self.device, self._addresses)
+
+    def _sources(self, num_reqs: int, values: list[Any]) -> StageSources:
+        """The values that were given, checked, as tensors."""
+        check_sources(values, num_reqs, self.device, self._addresses)
+        given = {NAMES[i]: as_tensor(i, value) for i, value in enumerate(values) if value is not None}
+        return StageSources(num_reqs, **given)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -199,17 +211,6 @@ def dummy_inputs(inputs: StepInputs, num_reqs: int, *, dcp: bool = False) -> Non
     window = inputs.spec_query_len
     offsets = [b * window for b in range(num_reqs + 1)]
     inputs.stage(num_reqs=num_reqs, state_indices=list(range(num_reqs)), query_start_loc=offsets)
-
-
-def _as_sources(num_reqs: int, given: Sequence[Checked]) -> StageSources:
-    return StageSources(num_reqs, **{NAMES[i]: as_tensor(i, value) for i, value, *_ in given})
-
-
-def _is_recording(ring: PinnedRing | None) -> bool:
-    """Inside a recording, its warm-up included, and inside a capture that somebody else began."""
-    if is_under_way():
-        return True
-    return is_recording() if ring is None else torch.cuda.is_current_stream_capturing()
 
 
 def _refuse_host_values(values: Sequence[Source], device: torch.device) -> None:

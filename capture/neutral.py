@@ -30,25 +30,29 @@ def state_neutral(tensors: TensorGroup, *, values: bool = True) -> Iterator[None
     """
     check_flag("values", values)
     group = bits.named(tensors)
-    shapes = [entry.tensor.shape for entry in group]
+    forms = [_form(entry.tensor) for entry in group]
     saved = bits.snapshot(group) if values else [bits.row_sums(entry.tensor) for entry in group]
     try:
         yield
     except BaseException as error:
-        text = _change(group, shapes, saved, values)
+        text = _change(group, forms, saved, values)
         if text is not None:
             error.add_note(text)
         raise
-    text = _change(group, shapes, saved, values)
+    text = _change(group, forms, saved, values)
     if text is not None:
         raise CaptureError(text)
 
 
-def _change(group: list[Named], shapes: Sequence[object], saved: list[Tensor], values: bool) -> str | None:
+def _form(t: Tensor) -> str:
+    return f"{t.dtype} {list(t.shape)}"
+
+
+def _change(group: list[Named], forms: Sequence[str], saved: list[Tensor], values: bool) -> str | None:
     """What changed since the block began, or None."""
-    for entry, shape in zip(group, shapes, strict=True):
-        if entry.tensor.shape != shape:
-            return f"state_neutral: {entry.label} had shape {shape}, has {entry.tensor.shape}: it was rebound"
+    for entry, form in zip(group, forms, strict=True):
+        if _form(entry.tensor) != form:
+            return f"state_neutral: {entry.label} had {form}, has {_form(entry.tensor)}: it was rebound"
     now = [entry.tensor if values else bits.row_sums(entry.tensor) for entry in group]
     differing = bits.changed(now, saved)
     if not differing:

@@ -51,8 +51,8 @@ def record(
     only such work uses.
 
     Not seen by the CPU tape: host data that enters through torch.frombuffer or torch.from_dlpack, values read through
-    a storage or `data_ptr()`, and launches of a thread that ran before (starting one, or a thread pool's `submit`, is
-    refused).
+    a storage or `data_ptr()`, launches of a thread that ran before (starting one, or a thread pool's `submit`, is
+    refused), and draws from a generator of the function's own, which older versions of torch cannot capture on CUDA.
     """
     place = check_device("device", device)
     check_callable("fn", fn)

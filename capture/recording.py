@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from os import PathLike
@@ -62,7 +62,8 @@ class Recording(ABC):
 
         RuntimeError after `close`, and inside another recording; in check mode also if a tensor has moved.
         """
-        self._check_open("replay")
+        if self._closed:
+            self._check_open("replay")
         outer = _under_way.get()
         if outer is not None:
             raise CaptureError(
@@ -76,6 +77,10 @@ class Recording(ABC):
             return
         with profiling.annotated("replay", self.name):
             self._replay()
+
+    def launcher(self) -> Callable[[], None]:
+        """A replay that asks nothing, for an owner who replays between `record` and `close` only; checks stay on."""
+        return self._replay if self.bindings is None and profiling.ranges is None else self.replay
 
     def close(self) -> None:
         """Give back the memory of the recording and forget its tensors. A second call does nothing."""

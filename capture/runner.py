@@ -43,6 +43,13 @@ def check_parts(
     ledger, num_rows = inputs.ledger, stack.geometry.num_rows
     if ledger is not None and ledger.generation.shape[0] != num_rows:
         fail("inputs", f"a ledger of {num_rows} rows, as the records have", f"one of {ledger.generation.shape[0]}")
+    if ledger is not None and pending.data_ptr() != ledger.pending.data_ptr():
+        fail(
+            "pending",
+            "the counts of the inputs' ledger (ledger.pending)",
+            "other ones",
+            "only there a new owner has none",
+        )
     if inputs.max_num_reqs > capacity:
         fail("inputs", f"at most {capacity} rows, the context's max_num_reqs", inputs.max_num_reqs)
     if mamba_block_size is None:
@@ -201,13 +208,14 @@ class CommitRunner:
         self._recordings.close()
 
     def _run(self, mode: str, num_reqs: int) -> None:
-        if checked.enabled(self.context.check):
-            self._check_values(mode, num_reqs)
+        commit = self._check_values(mode, num_reqs) if checked.enabled(self.context.check) else None
         if profiling.ranges is None:
             self._replay(mode, num_reqs)
-            return
-        with profiling.annotated(*_RANGES[mode], self._work(mode, num_reqs)):
-            self._replay(mode, num_reqs)
+        else:
+            with profiling.annotated(*_RANGES[mode], self._work(mode, num_reqs)):
+                self._replay(mode, num_reqs)
+        if commit is not None:
+            checked.close_step(self.context.stack.corrections, commit)
 
     def _replay(self, mode: str, num_reqs: int) -> None:
         if self._recordings.replay(mode, num_reqs) is None and num_reqs > 0:
@@ -222,20 +230,24 @@ class CommitRunner:
             return profiling.Work(num_reqs, 0, num_reqs)
         return profiling.commit_work(num_reqs, True, self.eager or self.mamba_block_size is not None)
 
-    def _check_values(self, mode: str, num_reqs: int) -> None:
-        """Checked mode: what the context's own methods do before a launch, for a replay does not pass through them."""
+    def _check_values(self, mode: str, num_reqs: int) -> Commit | None:
+        """Checked mode: what the context's own methods do before a launch, for a replay does not pass through them.
+
+        Returns:
+            The commit that closes the step once it has run.
+        """
         self.inputs.check_num_reqs(num_reqs, 0)
         if num_reqs == 0:
-            return
+            return None
         rows, stack = self.inputs.rows(num_reqs), self.context.stack
         if mode != "commit":
             owners = self.inputs.owners(num_reqs)
             checked.flush_values(rows.state_indices, rows.record_rows, self.pending, owners, stack)
-            return
+            return None
         size = self._recordings.size_of(mode, num_reqs) or num_reqs
         commit = Commit(request_indices=None, **self._commit_arguments(rows, self.choice.eager(size)))
         checked.commit_values(commit, stack.geometry)
-        checked.close_step(stack.corrections, commit)
+        return commit
 
     def _commit_arguments(self, rows: Staged, all_eager: bool) -> dict[str, Any]:
         align = self.mamba_block_size is not None

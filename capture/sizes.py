@@ -23,16 +23,18 @@ Work = Callable[[int], Any]
 
 @dataclass(frozen=True, slots=True)
 class GraphMemory:
-    """What the recordings take, in bytes."""
+    """What the recordings take, in bytes.
+
+    per_graph  what each graph added to the shared memory pool, by "work/rows"
+    total      their sum
+    forecast   what `total` was expected to be: the peak of one run of each work at its largest size. None on the CPU.
+    device     how much free device memory went away during the captures, the driver's own share included. 0 on the CPU.
+    """
 
     per_graph: dict[str, int]
-    """What each graph added to the shared memory pool, by "work/rows"."""
     total: int
-    """Their sum."""
     forecast: int | None
-    """What `total` was expected to be: the peak of one run of each work at its largest size. None on the CPU."""
     device: int
-    """How much free device memory went away during the captures, the driver's own share included. 0 on the CPU."""
 
 
 def power_of_two_sizes(most: int) -> list[int]:
@@ -88,7 +90,7 @@ class SizedRecordings:
         """
         self._check_open("capture")
         check_flag("progress", show)
-        wanted = [(n, name) for n in sorted(sizes, reverse=True) for name in names]
+        wanted = [(n, name) for n in sorted(sizes, reverse=True) for name in dict.fromkeys(names)]
         missing = [(n, name) for n, name in wanted if n not in self._recordings.get(name, {})]
         if self._device.type == "cuda" and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

@@ -29,36 +29,40 @@ class StepRows:
 
     A padding row has slot 0, record row -1 and no tokens; whatever a callable derives from its row must not reach
     anybody's memory.
+
+    state_indices        [B] int32: state slot
+    record_rows          [B] int32: record row, -1 in padding rows
+    query_start_loc      [B + 1] int32: row b owns tokens `query_start_loc[b] .. [b + 1]`, 0 to Q of them
+    pending              [R] int32: what the verifies of this step replay first; pass it as their `pending`
+    num_computed_tokens  [B] int32: tokens in the state before this step, as staged and advanced by each step
+    eager                [B] uint8: rows that this step commits at once
+    block_table          [B, width] int32: state blocks of each row
+    spec_query_len       Q, most tokens of a row
     """
 
     state_indices: Tensor
-    """[B] int32: state slot."""
     record_rows: Tensor
-    """[B] int32: record row, -1 in padding rows."""
     query_start_loc: Tensor
-    """[B + 1] int32: row b owns tokens `query_start_loc[b] .. [b + 1]`, 0 to Q of them."""
     pending: Tensor
-    """[R] int32: what the verifies of this step replay first; pass it as their `pending`."""
     num_computed_tokens: Tensor
-    """[B] int32: tokens in the state before this step, as staged and advanced by each step."""
     eager: Tensor
-    """[B] uint8: rows that this step commits at once."""
     block_table: Tensor
-    """[B, width] int32: state blocks of each row."""
     spec_query_len: int
-    """Q"""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What the sampling of a step decides, by row."""
+    """What the sampling of a step decides, by row.
+
+    num_accepted_tokens  [B] int32: tokens of the row's window that stand
+    query_lens           [B] int32: tokens of the row's next window, 0..Q; the callable has put these tokens where
+                         verify reads
+    finished             [B] bool or uint8: rows that are done: committed in this step, padding from the next one on
+    """
 
     num_accepted_tokens: Tensor
-    """[B] int32: tokens of the row's window that stand."""
     query_lens: Tensor
-    """[B] int32: tokens of the row's next window, 0..Q; the callable has put these tokens where verify reads."""
     finished: Tensor | None = None
-    """[B] bool or uint8: rows that are done: committed in this step, padding from the next one on."""
 
 
 Verify = Callable[[StepRows], Any]

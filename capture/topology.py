@@ -10,6 +10,9 @@ from typing import Any, Protocol
 
 from graphrt.checks import fail
 
+# Facts that list the tensors of a node.
+_TENSORS = ("inputs", "outputs")
+
 
 @dataclass(frozen=True, slots=True)
 class GraphNode:
@@ -33,8 +36,19 @@ class GraphNode:
 
     @property
     def signature(self) -> str:
-        """Equal for nodes that do the same."""
-        return json.dumps([self.type, self.name, self.stage, self.facts], sort_keys=True, default=str)
+        """Equal for nodes that do the same, on whatever memory."""
+        forms = [{**t, "memory": None} for t in self._tensors]
+        others = {key: value for key, value in self.facts.items() if key not in _TENSORS}
+        return json.dumps([self.type, self.name, self.stage, others, forms], sort_keys=True, default=str)
+
+    @property
+    def memory(self) -> list[int]:
+        """The number of the memory of each tensor, where the recording numbers them."""
+        return [t["memory"] for t in self._tensors]
+
+    @property
+    def _tensors(self) -> list[Mapping[str, Any]]:
+        return [t for key in _TENSORS for t in self.facts.get(key, ())]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -124,7 +138,8 @@ def _shape(node: GraphNode) -> str:
 class GraphDiff:
     """What `b` has and `a` has not, and the other way round. False if the two are alike.
 
-    Nodes are matched in order; an edge counts as removed or added only between nodes that both have.
+    Nodes are matched in order; one that does the same on other memory is removed and added. An edge counts as removed
+    or added only between nodes that both have.
     """
 
     a: str
@@ -166,6 +181,8 @@ def diff(a: Topology | HasTopology, b: Topology | HasTopology) -> GraphDiff:
     match: dict[int, int] = {}
     for block in SequenceMatcher(a=before, b=after, autojunk=False).get_matching_blocks():
         match.update({block.a + i: block.b + i for i in range(block.size)})
+    for i in _moved(old, new, match):
+        del match[i]
     back = {j: i for i, j in match.items()}
     old_edges = {(match[e.source], match[e.target], e.programmatic) for e in old.edges if _both(e, match)}
     new_edges = {(e.source, e.target, e.programmatic) for e in new.edges if _both(e, back)}
@@ -179,13 +196,33 @@ def diff(a: Topology | HasTopology, b: Topology | HasTopology) -> GraphDiff:
     )
 
 
+def _moved(old: Topology, new: Topology, match: Mapping[int, int]) -> list[int]:
+    """Matched nodes of `old` whose partners work on other memory than the partners before them let expect.
+
+    A node more in front gives all later memory other numbers, so numbers are compared by what they stood for so far.
+    """
+    there: dict[int, int] = {}
+    back: dict[int, int] = {}
+    moved = []
+    for i, j in sorted(match.items()):
+        a, b = old.nodes[i].memory, new.nodes[j].memory
+        pairs = set(zip(a, b, strict=True))
+        one_to_one = len(pairs) == len(set(a)) == len(set(b))
+        if one_to_one and all(there.get(x, y) == y and back.get(y, x) == x for x, y in pairs):
+            there.update(pairs)
+            back.update((y, x) for x, y in pairs)
+        else:
+            moved.append(i)
+    return moved
+
+
 def _both(edge: Edge, known: dict[int, int]) -> bool:
     return edge.source in known and edge.target in known
 
 
 def _node_text(graph: Topology, i: int) -> str:
     node = graph.nodes[i]
-    facts = {key: value for key, value in node.facts.items() if key not in ("inputs", "outputs")}
+    facts = {key: value for key, value in node.facts.items() if key not in _TENSORS}
     return f"{i} {node.type} {node.title}" + (f" {json.dumps(facts, default=str)}" if facts else "")
 
 

@@ -187,7 +187,7 @@ def _choose(requested: str, facts: Facts) -> Choice:
     if requested not in ("auto", FP32_DEFERRED):
         support = supports(requested, facts)
         if not support:
-            raise ValueError(f"backend: {requested!r} cannot run here: {support.reason} (use backend='auto')")
+            raise ValueError(f"backend: {requested!r} cannot run here: {support.reason} (use 'auto')")
         return Choice(load(requested), f"{requested} was asked for")
 
     refusals = []

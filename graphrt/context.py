@@ -64,7 +64,8 @@ class KDARecoverSSMCommitContext(StateAccess):
             layers: KDALayer, or any objects with its first seven attributes. They agree in sizes and dtypes.
             spec_query_len: Q, 1 + the most draft tokens.
             max_num_reqs: most rows of a step; the records have at least as many record rows.
-            backend: "auto", "fp32_deferred", "triton" or "torch".
+            backend: "auto" and "fp32_deferred" take the fastest that can run, `backend_reason` says why; "triton" and
+                "torch" are taken as asked.
             conv_dim_first: convolution states are [slots, conv_dim, C], else [slots, C, conv_dim].
             conv_width: W; else `layer.conv_weight.shape[1]`, else C - Q + 2 (the engine's layout).
             check: True reads and checks all values before each launch; None leaves it to GRAPHRT_CHECK.
@@ -354,20 +355,24 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
 
 @dataclass
 class KDARecoverSSMDeferred:
-    """One step's deferred commit, as a metadata build hands it to the verify and to whoever flushes."""
+    """One step's deferred commit, as a metadata build hands it to the verify and to whoever flushes.
+
+    record_rows    [>= B] int32: record row of each row, -1 for none
+    pending        [R] int32, by record row
+    eager          [B] bool or uint8: rows committed now (align mode: near a block boundary); None for no row
+    context        whose layers are folded
+    state_indices  [B] int32: state slot of each row
+    flushed        whether `flush` has run
+    owners         whom the rows were staged for; without it they are taken as they are
+    """
 
     record_rows: Tensor
-    """[>= rows] int32: record row of each row, -1 for none."""
     pending: Tensor
-    """[R] int32, by record row."""
     eager: Tensor | None
-    """[rows] bool or uint8: rows committed now (align mode: near a block boundary); None for no row."""
     context: KDARecoverSSMCommitContext = field(repr=False, compare=False)
     state_indices: Tensor = field(repr=False, compare=False)
-    """[rows] int32"""
     flushed: bool = False
     owners: Owners | None = field(default=None, repr=False, compare=False)
-    """Whom the rows were staged for; without it they are taken as they are."""
 
     def flush(self) -> None:
         """Fold the step's pending records before a verify that does not replay them; at most once per step object."""

@@ -88,16 +88,18 @@ def unread_counter(device: torch.device | str) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ErrorEntry:
-    """One kind of bad value that kernels met."""
+    """One kind of bad value that kernels met.
+
+    kind       its name, as in `error_counts`
+    count      how many rows of how many calls
+    first_row  batch row of the first launch that met it: the lowest of those that the program which counted first saw.
+               A program of a plan sees 128 rows, one of a staging 32, one of a verify a single row
+    meaning    what was wrong and what was done, in words
+    """
 
     kind: str
     count: int
-    """How many rows of how many calls."""
     first_row: int
-    """Batch row of the first launch that met it: the lowest of those that the program which counted first saw.
-
-    A program of a plan sees 128 rows, one of a staging 32, one of a verify a single row.
-    """
     meaning: str
 
     def __str__(self) -> str:
@@ -107,7 +109,11 @@ class ErrorEntry:
 
 @dataclass(frozen=True, slots=True)
 class ErrorReport:
-    """What kernels met since the last reset. True if there was anything; its text is a sentence for each kind."""
+    """What kernels met since the last reset. True if there was anything; its text is a sentence for each kind.
+
+    device   whose counter was read
+    entries  an `ErrorEntry` for each kind that was met: kind, count, first_row, meaning
+    """
 
     device: torch.device
     entries: tuple[ErrorEntry, ...]

@@ -158,5 +158,4 @@ def _bytes(tensors: Iterator[Tensor]) -> int:
 def _ring_bytes(max_num_reqs: int) -> int:
     from .capture.pinned import NUM_BLOCKS, PinnedBlock
 
-    block = PinnedBlock(max_num_reqs, pin=False)
-    return NUM_BLOCKS * sum(t.nbytes for t in vars(block).values() if isinstance(t, Tensor))
+    return NUM_BLOCKS * PinnedBlock(max_num_reqs, pin=False).nbytes

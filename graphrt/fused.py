@@ -24,14 +24,17 @@ class FusedConv:
     conv_dim = 3 * H * K: the channels of q, then k, then v, each head by head. The verify does what `kda_conv_verify`
     with the same rows and `pending` followed by itself would do, silu, convolution state and history included, bit for
     bit: in one launch on `fp32_deferred` (K = V = 128, width up to 5, weights in the dtype of q), in two elsewhere.
+
+    conv_state  [slots, conv_dim, C] in the dtype of q, C = W - 1 + Q or one less; [slots, C, conv_dim] without
+                `dim_first`
+    weight      [conv_dim, W]
+    bias        [conv_dim], or None
+    dim_first   how the convolution state lies
     """
 
     conv_state: Tensor
-    """[slots, conv_dim, C] in the dtype of q, C = W - 1 + Q or one less; [slots, C, conv_dim] without `dim_first`."""
     weight: Tensor
-    """[conv_dim, W]"""
     bias: Tensor | None = None
-    """[conv_dim]"""
     dim_first: bool = True
 
 

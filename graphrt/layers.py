@@ -30,23 +30,27 @@ class KDALayer:
     """One KDA layer's static tensors and parameters.
 
     Any object with the first seven attributes serves as well.
+
+    kv_cache            convolution state [slots, conv_dim, C] (or [slots, C, conv_dim]) and checkpoint [slots, H, V, K]
+    recoverssm_records  what `allocate_records` made for this layer
+    A_log               [H], any floating dtype
+    dt_bias             [H * K], any floating dtype
+    local_num_heads     H, heads on this device
+    head_dim            K = V, a power of two of at least 16
+    gate_lower_bound    below zero for the bounded gate, None for the softplus gate
+    conv_weight         [conv_dim, W]; only its width is asked for, where `create` gets no `conv_width`
+    conv_bias           [conv_dim], or None; for the caller's own use
     """
 
     kv_cache: tuple[Tensor, Tensor]
-    """Convolution state [slots, conv_dim, C] (or [slots, C, conv_dim]) and checkpoint [slots, H, V, K]."""
     recoverssm_records: KDARecoverSSMRecords
     A_log: Tensor
-    """[H], any floating dtype."""
     dt_bias: Tensor
-    """[H * K], any floating dtype."""
     local_num_heads: int
     head_dim: int
     gate_lower_bound: float | None
-    """Below zero for the bounded gate, None for the softplus gate."""
     conv_weight: Tensor | None = None
-    """[conv_dim, W]"""
     conv_bias: Tensor | None = None
-    """[conv_dim]"""
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,9 @@ class LayerStack:
             conv_keeps_history=keeps,
             aligned=all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in rows),
             tensors_now=lambda: {
-                name: t for index, layer in enumerate(layers) for name, t in _tensors_of(index, layer).items()
+                f"layers[{index}].{field}": t
+                for index, layer in enumerate(layers)
+                for field, t in _tensors_of(layer).items()
             },
         )
 
@@ -183,10 +189,16 @@ def _written(index: int, layer: KDALayerLike) -> Iterator[tuple[str, Tensor, int
         yield f"{name}.recoverssm_records.{field}", rows, int(rows.storage_offset() >= rows.stride(0))
 
 
-def _tensors_of(index: int, layer: KDALayerLike) -> dict[str, Tensor]:
-    """All that the tables of a stack point to, by name."""
-    written = {name: t for name, t, _ in _written(index, layer)}
-    return written | {f"layers[{index}].A_log": layer.A_log, f"layers[{index}].dt_bias": layer.dt_bias}
+def _tensors_of(layer: KDALayerLike) -> dict[str, Tensor]:
+    """All that the tables of a stack point to, by field."""
+    return {
+        "kv_cache[0]": layer.kv_cache[0],
+        "kv_cache[1]": layer.kv_cache[1],
+        "recoverssm_records.correction": layer.recoverssm_records.correction,
+        "recoverssm_records.key_gate": layer.recoverssm_records.key_gate,
+        "A_log": layer.A_log,
+        "dt_bias": layer.dt_bias,
+    }
 
 
 def conv_history(layer: KDALayerLike, columns: int, spec_query_len: int, conv_width: int | None) -> tuple[int, bool]:
@@ -233,42 +245,48 @@ _FIELDS = (
 
 def _check_layer(index: int, layer: KDALayerLike, first: KDALayerLike, spec_query_len: int, max_num_reqs: int) -> None:
     name = f"layers[{index}]"
+    _check_fields(name, layer)
+    _check_shapes(name, layer, spec_query_len, max_num_reqs)
+    _check_same(name, layer, first)
+
+
+def _check_fields(name: str, layer: KDALayerLike) -> None:
+    """Everything is there, and of the right kind."""
     lacking = [field for field in _FIELDS if not hasattr(layer, field)]
     if lacking:
         fail(name, f"an object with {', '.join(_FIELDS)}", f"a {type(layer).__name__} without {', '.join(lacking)}")
-    heads, dim = layer.local_num_heads, layer.head_dim
-    check_head_dim(f"{name}.head_dim", dim)
+    check_count(f"{name}.local_num_heads", layer.local_num_heads, 1)
+    check_head_dim(f"{name}.head_dim", layer.head_dim)
     check_lower_bound(f"{name}.gate_lower_bound", layer.gate_lower_bound)
     # An engine may keep tensors of its own behind the two.
     if not isinstance(layer.kv_cache, Sequence) or len(layer.kv_cache) < 2:
         fail(f"{name}.kv_cache", "(conv_state, checkpoint)", type(layer.kv_cache).__name__)
-    (conv_state, checkpoint), records = layer.kv_cache[:2], layer.recoverssm_records
-    correction: Any = getattr(records, "correction", None)
-    key_gate: Any = getattr(records, "key_gate", None)
-    wide = torch.float64 if getattr(checkpoint, "dtype", None) == torch.float64 else torch.float32
-    for field, tensor, dtypes in (
-        ("kv_cache[0]", conv_state, FLOATS),
-        ("kv_cache[1]", checkpoint, FLOATS),
-        ("recoverssm_records.correction", correction, (wide,)),
-        ("recoverssm_records.key_gate", key_gate, FLOATS),
-        ("A_log", layer.A_log, FLOATS),
-        ("dt_bias", layer.dt_bias, FLOATS),
-    ):
+    for field in ("correction", "key_gate"):
+        check_is_tensor(f"{name}.recoverssm_records.{field}", getattr(layer.recoverssm_records, field, None))
+    tensors = _tensors_of(layer)
+    wide = torch.float64 if getattr(layer.kv_cache[1], "dtype", None) == torch.float64 else torch.float32
+    for field, tensor in tensors.items():
         check_is_tensor(f"{name}.{field}", tensor)
+        dtypes = (wide,) if field == "recoverssm_records.correction" else FLOATS
         if tensor.dtype not in dtypes:
             fail(f"{name}.{field}", " or ".join(map(str, dtypes)), tensor.dtype)
         check_not_expanded(f"{name}.{field}", tensor)
+
+
+def _check_shapes(name: str, layer: KDALayerLike, spec_query_len: int, max_num_reqs: int) -> None:
+    heads, dim = layer.local_num_heads, layer.head_dim
+    conv_state, checkpoint, correction, key_gate, A_log, dt_bias = _tensors_of(layer).values()
     if conv_state.ndim != 3:
         fail(f"{name}.kv_cache[0]", "three dimensions [slots, conv_dim, C]", list(conv_state.shape))
-    shapes = {
-        "kv_cache[1]": (checkpoint, (checkpoint.shape[0], heads, dim, dim)),
-        "recoverssm_records.correction": (correction, (max_num_reqs, heads, spec_query_len, dim)),
-        "recoverssm_records.key_gate": (key_gate, (max_num_reqs, heads, spec_query_len, 2 * dim)),
-    }
-    for field, (tensor, expected) in shapes.items():
-        rows_suffice = tensor.ndim == 4 and tensor.shape[0] >= expected[0]
-        if not rows_suffice or tuple(tensor.shape[1:]) != expected[1:]:
-            fail(f"{name}.{field}", f"[>= {expected[0]}, {', '.join(map(str, expected[1:]))}]", list(tensor.shape))
+    for field, tensor, least, row in (
+        ("kv_cache[1]", checkpoint, 0, (heads, dim, dim)),
+        ("recoverssm_records.correction", correction, max_num_reqs, (heads, spec_query_len, dim)),
+        ("recoverssm_records.key_gate", key_gate, max_num_reqs, (heads, spec_query_len, 2 * dim)),
+    ):
+        rows_suffice = tensor.ndim == 4 and tensor.shape[0] >= least
+        if not rows_suffice or tuple(tensor.shape[1:]) != row:
+            rows = f">= {least}" if least else "any"
+            fail(f"{name}.{field}", f"[{rows}, {', '.join(map(str, row))}]", list(tensor.shape))
         if not tensor[:1].is_contiguous():
             fail(
                 f"{name}.{field}", "contiguous within a row (only the row stride is free)", f"strides {tensor.stride()}"
@@ -278,25 +296,16 @@ def _check_layer(index: int, layer: KDALayerLike, first: KDALayerLike, spec_quer
         fail(f"{name}.kv_cache[0]", f"at least {checkpoint.shape[0]} slots, as kv_cache[1]", conv_state.shape[0])
     if key_gate.shape[0] != correction.shape[0]:
         fail(f"{name}.recoverssm_records.key_gate", f"{correction.shape[0]} rows, as correction", key_gate.shape[0])
-    for field, tensor, size in (("A_log", layer.A_log, heads), ("dt_bias", layer.dt_bias, heads * dim)):
+    for field, tensor, size in (("A_log", A_log, heads), ("dt_bias", dt_bias, heads * dim)):
         if tensor.numel() != size or not tensor.is_contiguous():
             fail(f"{name}.{field}", f"{size} contiguous values", f"{list(tensor.shape)} strides {tensor.stride()}")
-    _check_same(name, layer, first)
 
 
 def _check_same(name: str, layer: KDALayerLike, first: KDALayerLike) -> None:
     """One launch serves all layers, so they agree in everything but addresses and strides."""
 
     def facts(one: KDALayerLike) -> dict[str, object]:
-        records = one.recoverssm_records
-        tensors = {
-            "kv_cache[0]": one.kv_cache[0],
-            "kv_cache[1]": one.kv_cache[1],
-            "recoverssm_records.correction": records.correction,
-            "recoverssm_records.key_gate": records.key_gate,
-            "A_log": one.A_log,
-            "dt_bias": one.dt_bias,
-        }
+        tensors = _tensors_of(one)
         seen: dict[str, object] = {k: f"{list(t.shape)} {t.dtype} on {t.device}" for k, t in tensors.items()}
         device = one.kv_cache[1].device
         stray = [k for k, t in tensors.items() if t.device != device]

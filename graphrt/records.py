@@ -10,12 +10,14 @@ from .checks import FLOATS, check_count, check_device, fail
 
 @dataclass(frozen=True, slots=True)
 class KDARecoverSSMRecords:
-    """The records of one layer. Row -1 of both views is the scratch row: written by rows that own none, never read."""
+    """The records of one layer. Row -1 of both views is the scratch row: written by rows that own none, never read.
+
+    correction  [R, H, Q, V] float32: u_t = beta_t * (v_t - S k_t)
+    key_gate    [R, H, Q, 2K] activation dtype: the raw key, then the raw gate, as the verify received them
+    """
 
     correction: Tensor
-    """[R, H, Q, V] float32: u_t = beta_t * (v_t - S k_t)."""
     key_gate: Tensor
-    """[R, H, Q, 2K] activation dtype: the raw key, then the raw gate, as the verify received them."""
 
 
 def allocate_records(

@@ -22,6 +22,12 @@ class RecordSlots:
         preempt ... resume      its row goes to others meanwhile; its state waits in its slot, or is dropped
         release                 it is gone; what it had pending is dropped
 
+    On the device, allocated once:
+
+        pending      [R] int32: records of the row that are accepted and not yet in its checkpoint
+        generation   [R] int32: another one whenever the row gets or loses an owner; odd while it has one, 0 before
+                     the first
+
     Rows are plain ints. The ledger knows nothing of state slots, which may change from step to step: where one is
     needed the caller names it.
     """
@@ -32,9 +38,7 @@ class RecordSlots:
         with torch.inference_mode(False):  # the counts outlive the caller's mode
             pending, generation = (torch.zeros(max_num_reqs, dtype=torch.int32, device=device) for _ in range(2))
         self.pending: Tensor = pending
-        """[R] int32: records of the row that are accepted and not yet in its checkpoint."""
         self.generation: Tensor = generation
-        """[R] int32: another one whenever the row gets or loses an owner; odd while it has one, 0 before the first."""
         self._rows: dict[Hashable, int] = {}
         self._preempted: set[Hashable] = set()
         self._free = list(range(max_num_reqs - 1, -1, -1))

@@ -21,26 +21,30 @@ from .steps import Owners, Plan
 
 @dataclass(frozen=True, slots=True)
 class RequestState:
-    """The state of one request after its accepted tokens; tensors of its own, one of each a layer."""
+    """The state of one request after its accepted tokens; tensors of its own, one of each a layer.
+
+    checkpoints          [H, V, K]
+    histories            [conv_dim, W - 1]: the last accepted inputs of the convolution
+    num_computed_tokens  how many tokens are in it, as the caller counts
+    """
 
     checkpoints: list[Tensor]
-    """[H, V, K]"""
     histories: list[Tensor]
-    """[conv_dim, W - 1]: the last accepted inputs of the convolution."""
     num_computed_tokens: int
-    """How many tokens are in it, as the caller counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundaryBlock:
-    """A state block that the last commit wrote with the state at exactly its end: a prefix cache may publish it."""
+    """A state block that the last commit wrote with the state at exactly its end: a prefix cache may publish it.
+
+    row           batch row
+    slot          the block's state slot
+    num_accepted  tokens of the row's window up to the boundary: it lies at `num_computed_tokens + num_accepted`
+    """
 
     row: int
-    """Batch row."""
     slot: int
-    """The block's state slot."""
     num_accepted: int
-    """Tokens of the row's window up to the boundary: it lies at `num_computed_tokens + num_accepted`."""
 
 
 def _writing() -> AbstractContextManager[None]:

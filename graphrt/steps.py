@@ -30,12 +30,14 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Whom the rows of a step were staged for. A late row, whose record row has a new owner, changes nothing."""
+    """Whom the rows of a step were staged for. A late row, whose record row has a new owner, changes nothing.
+
+    staged   [>= B] int32: the generation each row was staged with; 0 is not compared
+    current  [R] int32: the generation of each record row now (`RecordSlots.generation`)
+    """
 
     staged: Tensor
-    """[>= B] int32: the generation each row was staged with; 0 is not compared."""
     current: Tensor
-    """[R] int32: the generation of each record row now (`RecordSlots.generation`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,10 @@ def kda_recoverssm_verify(
 
     Args:
         q, k, raw_g: [1, T, H, K]; k and raw_g in the dtype of `records.key_gate`.
-        v: [1, T, H, V]. raw_beta: [1, T, H]. Any token stride, last two dimensions contiguous.
+        v: [1, T, H, V]. raw_beta: [1, T, H]. Any token stride, last two dimensions contiguous. These, q and the
+            parameters have any floating dtype of 16 bits or more; all is computed in FP32.
         A_log: [H]. dt_bias: [H * K]. lower_bound: of the gate, None for the softplus gate.
-        checkpoint_state: [slots, H, V, K], contiguous within a slot.
+        checkpoint_state: [slots, H, V, K] FP32, BF16 or FP16 (float64 on torch), contiguous within a slot.
         records: row `record_rows[b]` (or b) receives (u_t, k_t, raw_g_t); row -1 is the scratch row.
         query_start_loc: [B + 1] int32; row b owns tokens `query_start_loc[b] .. [b + 1]`, 0 to Q of them.
         state_indices: [B] int32; a null slot gives zero outputs and touches nothing.
@@ -72,7 +73,7 @@ def kda_recoverssm_verify(
         record_rows: [>= B] int32.
         conv: q, k and v are raw projections, in the dtype of the convolution state, and go through this short
             convolution first (`FusedConv`).
-        backend: "auto", "fp32_deferred", "triton" or "torch".
+        backend: "auto", "fp32_deferred", "triton" or "torch", as in `KDARecoverSSMCommitContext.create`.
         check: True reads and checks all values first; None leaves it to GRAPHRT_CHECK.
 
     Returns:
@@ -200,19 +201,20 @@ def _verify(
     _check_parameters(A_log, dt_bias, lower_bound, checkpoint)
     _check_records(records, checkpoint, rows)
     _check_rows(rows, checkpoint.device, records.correction.shape[0])
+    facts = backends.Facts.of(checkpoint, lower_bound, rows.spec_query_len, records.key_gate.dtype)
+    chosen = backends.choose(backend, facts).backend
+    inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint, records, rows)
+    call: tuple[Any, ...] = (chosen.verify, *inputs, out)
+    if conv is not None:
+        convolution = check_fused(conv, q, k, v, checkpoint, rows.spec_query_len)
+        conv_verify = backends.choose_conv(backend, q).conv_verify
+        call = (chosen.fused_verify, conv_verify, *inputs, convolution, out)
     if checked.enabled(check):
         checked.row_values(rows, q.shape[1], checkpoint.shape[0], records.correction.shape[0])
         checked.written_states(rows, checkpoint)
+        # Last of all checks: a verify that is refused opens no step.
         checked.open_step(records.correction, rows)
-    facts = backends.Facts.of(checkpoint, lower_bound, rows.spec_query_len, records.key_gate.dtype)
-    choice = backends.choose(backend, facts)
-    inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint, records, rows)
-    if conv is None:
-        launch(name, _run_counted, choice.backend.verify, *inputs, out)
-        return out
-    convolution = check_fused(conv, q, k, v, checkpoint, rows.spec_query_len)
-    conv_verify = backends.choose_conv(backend, q).conv_verify
-    launch(name, _run_counted, choice.backend.fused_verify, conv_verify, *inputs, convolution, out)
+    launch(name, _run_counted, *call)
     return out
 
 

@@ -79,6 +79,19 @@ def test_checked_mode_names_a_pending_count_out_of_range(checked, value, call):
     assert_named(calls[call], "pending", str(value))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [({"backend": "no such"}, ("backend", "no such")), ({"conv": "no convolution"}, ("conv", "str"))],
+    ids=["backend", "convolution"],
+)
+def test_a_verify_that_was_refused_leaves_no_row_without_its_commit(checked, wrong, words):
+    """Nothing was launched, so the same call with the argument put right is the first verify of its rows."""
+    pool, _ = checked_pool(checked)
+    batch = Batch(pool, [Row(3, 0, 4), Row(4, 1, 4)])
+    assert_named(lambda: core_verify(batch, 0, deferred=True, **(checked | wrong)), *words)
+    core_verify(batch, 0, deferred=True, **checked)
+
+
 COMMIT_FAULTS = [
     pytest.param({"accepted": [1, 5]}, ("num_accepted_tokens", "1", "5"), id="accepted over the window"),
     pytest.param({"accepted": [1, -1]}, ("num_accepted_tokens", "1", "-1"), id="accepted negative"),

@@ -183,6 +183,10 @@ WRONG_LAYERS = {
     "no pools": ({"kv_cache": None}, "kv_cache", ("NoneType",)),
     "checkpoints of integers": (
         lambda layer: {"kv_cache": (layer.kv_cache[0], layer.kv_cache[1].int())}, "kv_cache[1]", ("int32",)),
+    "a number for checkpoints": (
+        lambda layer: {"kv_cache": (layer.kv_cache[0], layer.kv_cache[1].sum())}, "kv_cache[1]", ("[any, 2", "got []")),
+    "two heads and a half": ({"local_num_heads": 2.5}, "local_num_heads", ("float",)),
+    "two heads as a float": ({"local_num_heads": 2.0}, "local_num_heads", ("float",)),
     "one slot for all": (
         lambda layer: {"kv_cache": (layer.kv_cache[0], layer.kv_cache[1][:1].expand(12, -1, -1, -1))},
         "kv_cache[1]", ("strides",)),

@@ -16,10 +16,10 @@ import argparse
 import json
 import platform
 from collections.abc import Callable
-from pathlib import Path
 from timeit import repeat
 
 import torch
+from outputs import output_file
 
 from graphrt import profiling
 from graphrt.capture import record
@@ -57,7 +57,7 @@ def measure(loops: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--loops", type=int, default=20_000)
-    parser.add_argument("--json", type=Path, help="append the result, one JSON object a line")
+    parser.add_argument("--json", type=output_file, help="append the result, one JSON object a line")
     args = parser.parse_args()
     torch.set_num_threads(1)
     attached = profiling.ranges is not None

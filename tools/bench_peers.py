@@ -33,6 +33,7 @@ from pathlib import Path
 
 import torch
 import triton
+from outputs import output_file, plot_file
 from peer_steps import MAIN, Model, Step, agreeing, steps_of
 from peers import peers
 
@@ -233,11 +234,11 @@ def main():
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no point after so long")
-    parser.add_argument("--csv", type=Path)
-    parser.add_argument("--json", type=Path, help="facts of the run: card, versions, rate")
+    parser.add_argument("--csv", type=output_file)
+    parser.add_argument("--json", type=output_file, help="facts of the run: card, versions, rate")
     parser.add_argument("--commit", default="", help="of graphrt, for the facts")
     parser.add_argument("--read", type=Path, help="rows of an earlier run instead of measuring")
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", type=plot_file)
     args = parser.parse_args()
     if args.read:
         with args.read.open() as file:

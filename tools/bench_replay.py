@@ -14,6 +14,7 @@ from statistics import median
 from time import perf_counter
 
 import torch
+from outputs import output_file, plot_file
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -80,8 +81,8 @@ def main() -> None:
     parser.add_argument("--query-len", type=int, default=8)
     parser.add_argument("--accepted", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--json", type=output_file)
+    parser.add_argument("--plot", type=plot_file)
     args = parser.parse_args()
     device = torch.device(args.device)
     shape = SMALL if device.type == "cpu" else KIMI_K3

@@ -34,6 +34,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from outputs import output_file, plot_file
 
 from graphrt.choice import StepShape, first_deferred, load_table
 
@@ -159,9 +160,9 @@ def main():
     parser.add_argument("--pending", type=int, default=4)
     parser.add_argument("--splits", type=int, nargs="*", default=[], help="also with that many blocks on a head")
     parser.add_argument("--commit", default="", help="of this tree, kept with the results")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot")
-    parser.add_argument("--choose", type=Path, help="table in which this device and shape get their entry")
+    parser.add_argument("--json", type=output_file)
+    parser.add_argument("--plot", type=plot_file)
+    parser.add_argument("--choose", type=output_file, help="table in which this device and shape get their entry")
     parser.add_argument("--from", dest="kept", type=Path, help="measure nothing: take these results of --json")
     args = parser.parse_args()
     results = json.loads(args.kept.read_text(encoding="utf-8")) if args.kept else measure_all(args)

@@ -7,6 +7,7 @@ import argparse
 from itertools import pairwise
 from pathlib import Path
 
+from outputs import output_file
 from svg import Picture
 
 WIDTH, HEIGHT = 900, 524
@@ -96,7 +97,7 @@ def draw(out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("docs/dataflow.svg"))
+    parser.add_argument("--out", type=output_file, default=Path("docs/dataflow.svg"))
     draw(parser.parse_args().out)
 
 

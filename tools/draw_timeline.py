@@ -13,6 +13,7 @@ import math
 import sys
 from pathlib import Path
 
+from outputs import output_file
 from svg import Picture
 
 from graphrt.trace import PHASES, Slice, load_trace, rows_of, slices_of, steps_of
@@ -97,7 +98,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", metavar="NAME=FILE")
     parser.add_argument("--zoom", type=float, default=100.0, help="microseconds of the enlarged part")
-    parser.add_argument("--out", type=Path, default=Path("timeline.svg"))
+    parser.add_argument("--out", type=output_file, default=Path("timeline.svg"))
     args = parser.parse_args()
     steps = {}
     for text in args.traces:

@@ -16,9 +16,9 @@ The traffic is in `replay_traffic.py`, the recorded step in `replay_step.py`, th
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
+from outputs import output_file
 from replay_traffic import LongReplay
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, help="align mode with blocks of so many tokens")
     parser.add_argument("--flush", action="store_true", help="drain a random half of the rows inside the step")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="PATH")
+    parser.add_argument("--json", type=output_file, metavar="PATH")
     args = parser.parse_args()
     replay = LongReplay(
         args.device, args.backend, batch=args.batch, block_size=args.block_size, flush=args.flush, seed=args.seed

@@ -15,9 +15,9 @@ on odd ones, and strong writes, which is where a decay from a difference of sums
 
 import argparse
 import json
-from pathlib import Path
 
 import torch
+from outputs import output_file
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -100,7 +100,7 @@ def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="write the table here")
+    parser.add_argument("--json", type=output_file, help="write the table here")
     args = parser.parse_args()
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
     table = Table(

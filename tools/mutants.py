@@ -344,8 +344,8 @@ MUTANTS = (
     Mutant(
         "an idle step does not put the staged one back",
         "capture/step.py",
-        "with self.inputs.kept(), _random_state_kept(self.inputs.device):",
-        "with _random_state_kept(self.inputs.device):",
+        "        with self.inputs.kept(), _random_state_kept(self.inputs.device):\n            dummy_inputs(",
+        "        with _random_state_kept(self.inputs.device):\n            dummy_inputs(",
         STEP,
     ),
     Mutant(

@@ -26,6 +26,7 @@ import sys
 from pathlib import Path
 
 import torch
+from outputs import output_file
 from peer_followers import (
     Crossed,
     Deferred,
@@ -218,7 +219,7 @@ def main():
     parser.add_argument("--requests", type=int, default=6)
     parser.add_argument("--block", type=int, default=32, help="tokens of a state block in align mode")
     parser.add_argument("--commit", default="", help="of graphrt, for the facts")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=output_file)
     args = parser.parse_args()
     device, failed, found = torch.device(args.device), False, {}
     with peers(device, args.vllm, args.fla) as (vllm, fla):

@@ -24,9 +24,9 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import sanitizer_cases
+from outputs import output_file
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -141,7 +141,7 @@ def main() -> int:
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: Triton's interpreter, for a dry run"
     )
     parser.add_argument("--as-shipped", action="store_true", help="racecheck: one lane arrives for its warp")
-    parser.add_argument("--json", type=Path, help="write the findings here")
+    parser.add_argument("--json", type=output_file, help="write the findings here")
     args = parser.parse_args()
     if shutil.which(args.sanitizer) is None:
         print(f"--sanitizer: expected a program, got {args.sanitizer}; it comes with the CUDA toolkit", file=sys.stderr)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from outputs import output_file
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -135,7 +136,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rss-mib", type=float, default=64, help="how much the process may grow after a tenth")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--json", type=output_file, help="write the figures here")
     args = parser.parse_args()
     console = Console()
     device = torch.device(args.device)

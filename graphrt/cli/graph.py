@@ -76,7 +76,7 @@ def folded(names: Sequence[str], longest: int = 16) -> list[Run]:
 
 def _parts(recording: "Recording", about: str, every: bool) -> list[RenderableType]:
     topology = recording.topology()
-    table = Table("#", "times", "phase", "node", "grid", title=f"{recording.name}: {about}", title_justify="left")
+    table = Table("#", "times", "phase", "node", "grid")
     names = [node.title for node in topology.nodes]
     for run in [Run(i, 1, 1) for i in range(len(names))] if every else folded(names):
         for i in range(run.start, run.start + run.length):
@@ -91,7 +91,7 @@ def _parts(recording: "Recording", about: str, every: bool) -> list[RenderableTy
         f"nodes: {counts}; longest chain {topology.longest_chain}, at most {topology.num_branches} side by side, "
         f"{programmatic} programmatic edges; {in_bytes(recording.pool_bytes)} of results in the pool"
     )
-    return [table, line]
+    return [f"{recording.name}: {about}", table, line]
 
 
 def _phase(node: "GraphNode") -> str:

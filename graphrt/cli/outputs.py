@@ -22,7 +22,7 @@ def writable_file(context: typer.Context, option: typer.CallbackParam, file: Pat
     if file is not None:
         _refuse_twice(context, option, file)
         if file != STDOUT:
-            _refuse(file, "it is a folder" if file.is_dir() else _why_not_in(file.parent, file))
+            _refuse(file, fault_of_file(file))
     return file
 
 
@@ -31,12 +31,16 @@ def writable_folder(context: typer.Context, option: typer.CallbackParam, folder:
     if folder is not None:
         _refuse_twice(context, option, folder)
         nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-        _refuse(folder, _why_not_in(nearest, nearest))
+        _refuse(folder, _fault(nearest, nearest))
     return folder
 
 
-def _why_not_in(folder: Path, path: Path) -> str:
-    """Why `path` cannot be written, it or its entry in `folder`; or nothing."""
+def fault_of_file(path: Path) -> str:
+    """Why a file cannot be written, or nothing."""
+    return "it is a folder" if path.is_dir() else _fault(path.parent, path)
+
+
+def _fault(folder: Path, path: Path) -> str:
     if not folder.is_dir():
         return f"{folder} is a file" if folder.exists() else f"there is no folder {folder}"
     return "" if os.access(path if path.exists() else folder, os.W_OK) else "this user may not"

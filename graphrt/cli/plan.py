@@ -79,7 +79,7 @@ def _tables(model: "Model", service: "Service", found: "Footprint") -> list[Rend
         f"{model.layers} KDA layers of {heads} heads x {model.head_dim} on each of {service.tensor_parallel} devices, "
         f"Q = {service.spec_query_len}, R = {service.max_num_reqs}, {service.num_slots} slots"
     )
-    parts = Table("", "bytes", "", "share", title=f"{model.name}: {shape}", title_justify="left")
+    parts = Table("", "bytes", "", "share")
     for column in parts.columns[1:]:
         column.justify = "right"
     for name, count in [*found.parts.items(), ("graphs, estimated", found.graphs)]:
@@ -98,7 +98,7 @@ def _tables(model: "Model", service: "Service", found: "Footprint") -> list[Rend
     }
     for name, count in rows.items():
         ways.add_row(name, in_bytes(count), f"{count / records:.1f}")
-    return [parts, ways]
+    return [f"{model.name}: {shape}", parts, ways]
 
 
 def _as_json(model: "Model", service: "Service", found: "Footprint") -> dict[str, object]:

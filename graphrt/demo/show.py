@@ -23,7 +23,7 @@ def show(report: DemoReport, console: Console) -> None:
     console.print(_memory(report))
     if report.step_us:
         console.print(_times(report))
-    console.print(_summary(report))
+    console.print(_summary(report), soft_wrap=True)
 
 
 def _text_panel(completion: Completion, plain: bool) -> Panel:

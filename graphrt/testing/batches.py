@@ -17,18 +17,28 @@ from .truths import Tokens
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The inputs and outputs of one step; B rows, T tokens, L layers. `copy_` stages another step of the same size."""
+    """The inputs of one step; B rows, T tokens, L layers. `copy_` stages another step of the same size.
 
-    state_indices: Tensor  # [B] int32, 0 in padding rows
-    record_rows: Tensor  # [B] int32, -1 in padding and dummy rows
-    query_start_loc: Tensor  # [B + 1] int32
-    num_accepted_tokens: Tensor  # [B] int32
-    q: Tensor  # [L, T, H, K]; tokens of no row are NaN, here and below
-    k: Tensor  # [L, T, H, K]
-    v: Tensor  # [L, T, H, V]
-    raw_g: Tensor  # [L, T, H, K]
-    raw_beta: Tensor  # [L, T, H]
-    x: Tensor  # [L, T, conv_dim]
+    state_indices        [B] int32, 0 in padding rows
+    record_rows          [B] int32, -1 in padding and dummy rows
+    query_start_loc      [B + 1] int32
+    num_accepted_tokens  [B] int32
+    q, k, raw_g          [L, T, H, K]; tokens of no row are NaN, here and below
+    v                    [L, T, H, V]
+    raw_beta             [L, T, H]
+    x                    [L, T, conv_dim]
+    """
+
+    state_indices: Tensor
+    record_rows: Tensor
+    query_start_loc: Tensor
+    num_accepted_tokens: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    raw_g: Tensor
+    raw_beta: Tensor
+    x: Tensor
 
     def copy_(self, other: "Batch") -> None:
         """Take over the values of another batch of the same shapes, in place."""

@@ -16,14 +16,16 @@ from ..layers import KDALayer
 
 @dataclass(frozen=True, slots=True)
 class OracleWindow:
-    """What one window yields, accepted or not."""
+    """What one window yields, accepted or not.
+
+    out         [n, H, V] float64
+    correction  [n, H, V] float64: the u of each token, which a verify records
+    conv        [n, conv_dim] float64
+    """
 
     out: Tensor
-    """[n, H, V] float64"""
     correction: Tensor
-    """[n, H, V] float64: the u of each token, which a verify records."""
     conv: Tensor | None
-    """[n, conv_dim] float64"""
 
 
 class Oracle:

@@ -11,11 +11,16 @@ from ..records import allocate_records
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """The static tensors of a small model, and the pending counts of its record rows."""
+    """The static tensors of a small model, and the pending counts of its record rows.
+
+    layers          `KDALayer`s; their slots and records are NaN until somebody writes them
+    pending         [R] int32, zero
+    spec_query_len  Q
+    conv_dim        channels of the convolution
+    """
 
     layers: list[KDALayer]
     pending: Tensor
-    """[R] int32, zero."""
     spec_query_len: int
     conv_dim: int
 

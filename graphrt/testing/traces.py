@@ -8,29 +8,34 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One row of a step."""
+    """One row of a step.
+
+    request   its number, counted from 0 through the whole trace
+    slot      state slot, 1 or above: the request's own as long as it lives
+    row       record row, likewise
+    length    tokens of the window, 0 to Q
+    accepted  how many of them the step accepts
+    """
 
     request: int
     slot: int
-    """State slot, 1 or above: the request's own as long as it lives."""
     row: int
-    """Record row, likewise."""
     length: int
-    """Tokens of the window, 0 to Q."""
     accepted: int
-    """How many of them the step accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceStep:
-    """One step: who comes before it, who is in it, who leaves after it."""
+    """One step: who comes before it, who is in it, who leaves after it.
+
+    arrivals    requests that a prefill has just put into their slots (length and accepted are 0)
+    rows        in random order; a request that is alive may be absent
+    departures  their slots and record rows may be taken by the next arrivals: drain them first
+    """
 
     arrivals: tuple[Row, ...]
-    """Requests that a prefill has just put into their slots (length and accepted are 0)."""
     rows: tuple[Row, ...]
-    """In random order; a request that is alive may be absent."""
     departures: tuple[Row, ...]
-    """Their slots and record rows may be taken by the next arrivals: drain them first."""
 
 
 def traces(

@@ -147,6 +147,7 @@ def test_the_offending_call_is_the_users_innermost_line():
         ("operation would make the legacy stream depend on a capturing blocking stream", "default stream"),
         ("dependency created on uncaptured work in another stream", "order that before record"),
         ("capturing stream has unjoined work", "was not joined"),
+        ("Attempt to increase offset for a CUDA generator not in capture mode.", "the default random generator only"),
     ],
 )
 def test_the_drivers_errors_say_what_to_do(message, way_out):

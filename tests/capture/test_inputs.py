@@ -10,9 +10,9 @@ import torch
 from engine import int32
 
 from graphrt import error_counts, reset_errors
-from graphrt.capture import CaptureError, StepInputs, dummy_inputs, record
-from graphrt.capture.pinned import NUM_BLOCKS, PinnedBlock, PinnedRing
-from graphrt.capture.sources import NAMES, PLAIN, check_sources
+from graphrt.capture import CaptureError, StepInputs, driver, dummy_inputs, record
+from graphrt.capture.pinned import GROUP, LONG, NUM_BLOCKS, PinnedBlock, PinnedRing
+from graphrt.capture.sources import NAMES
 from graphrt.capture.static import allocate_rows
 from graphrt.errors import error_counter
 from graphrt.kernels.stage import stage_header
@@ -127,53 +127,153 @@ def test_a_block_of_host_values_stages_the_same(form):
     for _ in range(12):
         arguments = random_arguments(rng, 6, rng.choice([0, 2, 5]))
         _, staged = allocate_rows(6, 3, torch.device("cpu"))
-        values = tuple(FORMS[form](name, arguments[name], "cpu") for name in NAMES)
-        checked = check_sources(values, arguments["num_reqs"], torch.device("cpu"), range(0))
-        block.write(arguments["num_reqs"], checked)
+        values = [FORMS[form](name, arguments[name], "cpu") for name in NAMES]
+        block.write(arguments["num_reqs"], values, torch.device("cpu"), range(0))
         stage_header(staged, block.header, error_counter("cpu"))
         assert contents(staged) == expected(6, 3, arguments)
         addresses = block.header[4::3].tolist()
         assert all(address % 4 == 0 for name, address in zip(NAMES, addresses, strict=True) if name != "eager")
     with pytest.raises(ValueError, match=r"^record_rows: expected a tensor or a sequence of 32-bit ints, got list"):
-        block.write(1, [(0, [1], PLAIN, 0, 1), (1, [2**31], PLAIN, 0, 1)])
+        block.write(1, [[1, "behind the step"], [2**31], *[None] * 7], torch.device("cpu"), range(0))
+
+
+class FakeStream:
+    """A stream whose work is done when somebody says so; one from elsewhere has its handle for a number, as torch's."""
+
+    def __init__(self, handle, from_elsewhere):
+        self.handle, self.from_elsewhere = handle, from_elsewhere
+        self.stream_id = handle if from_elsewhere else handle + 1
+        self.unread, self.launched, self.done = [], 0, 0
+
+    def finish(self, up_to):
+        while self.done < up_to:
+            self.unread.pop(0)
+            self.done += 1
 
 
 class FakeRing(PinnedRing):
-    """The ring without a GPU: a log of what it asks of its parts, block by block."""
+    """The ring without a GPU: streams that take their time, and a log of waits."""
 
-    def __init__(self, monkeypatch, is_read):
-        self._device, self._next, self._streams = 0, 0, {}
-        self.log = log = []
+    def __init__(self, monkeypatch):
+        ring, self.log, self.capturing = self, [], set()
 
-        class Part:
+        class Event:
+            def record(self, stream):
+                assert stream is ring.stream or not stream.from_elsewhere, "the stream may be gone"
+                assert stream.handle not in ring.capturing
+                self.stream, self.mark = stream, stream.launched
+                ring.log.append(f"record on {stream.handle}")
+
+            def query(self):
+                return self.stream.done >= self.mark
+
+            def synchronize(self):
+                ring.log.append("wait")
+                self.stream.finish(self.mark)
+
+        class Block:
             def __init__(self, number):
                 self.number = number
 
-            def query(self):
-                log.append(("query", self.number))
-                return is_read
+            def write(self, *values):
+                assert all(self.number not in stream.unread for stream in ring.streams), "nobody has read it yet"
 
-            def __getattr__(self, verb):
-                return lambda *args: log.append((verb, self.number))
+            def launch(self):
+                ring.stream.unread.append(self.number)
+                ring.stream.launched += 1
 
-        self._blocks, self._recordings, self._read = ([Part(i) for i in range(NUM_BLOCKS)] for _ in range(3))
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 7, raising=False)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of device {device}")
+        self.streams = [FakeStream(0, False), FakeStream(70, False), FakeStream(80, True), FakeStream(90, True)]
+        self.stream = self.streams[0]
+        self._blocks = [Block(i) for i in range(NUM_BLOCKS)]
+        self._recordings, self._launches = [], [block.launch for block in self._blocks]
+        self._handle_of = lambda device: self.stream.handle
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(driver, "capturing_graph", lambda handle: 1 if handle in self.capturing else None)
+        self._begin(0)
 
-    def __del__(self):
-        """Nothing runs."""
+    def use(self, number):
+        """Go on with another stream, which waits for what this one has."""
+        if self.stream is not self.streams[number]:
+            self.stream.finish(self.stream.launched)
+        self.stream = self.streams[number]
+
+    def step(self):
+        self.stage(1, [], torch.device("cuda"), range(0))
 
 
-@pytest.mark.parametrize("is_read", [True, False], ids=["read", "unread"])
-def test_a_block_is_written_only_after_its_last_reader(monkeypatch, is_read):
-    """Block by block, round and round: ask the event, wait only if it must, write, launch, mark (B55)."""
-    ring = FakeRing(monkeypatch, is_read)
-    for _ in range(2 * NUM_BLOCKS + 1):
-        ring.stage(1, [])
-    waits = [] if is_read else ["synchronize"]
-    numbers = [i % NUM_BLOCKS for i in range(2 * NUM_BLOCKS + 1)]
-    assert ring.log == [(verb, i) for i in numbers for verb in ("query", *waits, "write", "replay", "record")]
-    assert ring._streams == {7: "stream of device 0"}
+def test_a_block_is_written_only_after_its_last_reader(monkeypatch):
+    """One event behind each group of steps; the host waits when it comes round to a group that is unread (B55)."""
+    ring = FakeRing(monkeypatch)
+    for _ in range(NUM_BLOCKS):
+        ring.step()
+    assert ring.log == ["record on 0"] * (NUM_BLOCKS // GROUP)
+    ring.step()
+    assert ring.log[2:] == ["wait"] and ring.stream.done == GROUP
+    ring.stream.finish(ring.stream.launched)
+    for _ in range(NUM_BLOCKS):
+        ring.step()
+        ring.stream.finish(ring.stream.launched)
+    assert ring.log.count("wait") == 1
+
+
+def test_no_block_is_overwritten_unread_whatever_the_streams_do(monkeypatch):
+    """Random stagings on torch's streams and on others, which read late or at once, one of which captures at times."""
+    ring, rng = FakeRing(monkeypatch), random.Random(5)
+    for _ in range(3000):
+        if rng.random() < 0.3:
+            ring.use(rng.randrange(4))
+        ring.capturing = {70} if ring.stream.handle != 70 and rng.random() < 0.2 else set()
+        for _ in range(rng.randrange(12)):
+            ring.step()
+        ring.stream.finish(rng.randint(ring.stream.done, ring.stream.launched))
+    assert "wait" in ring.log and {f"record on {handle}" for handle in (0, 70, 80, 90)} <= set(ring.log)
+    assert all(len(events) <= len(ring.streams) for events in ring._read)
+
+
+@pytest.mark.parametrize("earlier", [0, 2], ids=["of torch", "from elsewhere"])
+def test_unread_blocks_of_an_earlier_stream_are_waited_for(monkeypatch, earlier):
+    """Even if the new stream was not made to wait for it: what was staged on the old one has an event."""
+    ring = FakeRing(monkeypatch)
+    ring.stream = ring.streams[earlier]
+    ring.step()
+    ring.stream = ring.streams[1]
+    for _ in range(NUM_BLOCKS):
+        ring.step()
+    handle = ring.streams[earlier].handle
+    assert ring.streams[earlier].done == 1 and ring.log[:2] == [f"record on {handle}", "record on 70"]
+
+
+def test_events_of_streams_that_are_gone_do_not_pile_up(monkeypatch):
+    """A new stream for every step leaves no more events than the steps of a group need."""
+    ring = FakeRing(monkeypatch)
+    for handle in range(100, 200):
+        ring.streams.append(FakeStream(handle, from_elsewhere=True))
+        ring.use(len(ring.streams) - 1)
+        ring.step()
+    assert all(len(events) <= GROUP for events in ring._read)
+
+
+@pytest.mark.parametrize("rows", [1, LONG - 1, LONG, 3 * LONG])
+def test_lists_of_any_length_lie_in_the_block(rows):
+    """Short lists are packed together and long ones each on its own; a bad int is found in both."""
+    block, (_, staged) = PinnedBlock(rows, pin=False), allocate_rows(rows, 0, torch.device("cpu"))
+    draw = random.Random(rows)
+    lists = {
+        "state_indices": [draw.randint(1, 2**31 - 1) for _ in range(rows + 1)],
+        "record_rows": tuple(draw.randint(0, 2**31 - 1) for _ in range(rows)),
+        "query_start_loc": [draw.randint(-(2**31), 2**31 - 1) for _ in range(rows + 1)],
+        "num_accepted_tokens": [draw.randint(0, 8) for _ in range(rows + 3)],
+    }
+    values = [lists.get(name) for name in NAMES]
+    block.write(rows, values, torch.device("cpu"), range(0))
+    stage_header(staged, block.header, error_counter("cpu"))
+    for name, given in lists.items():
+        assert getattr(staged, name).tolist() == list(given)[: rows + (name == "query_start_loc")]
+    for bad in (2**31, -(2**31) - 1, 2**70, 1.0, "1", None):
+        values[NAMES.index("query_start_loc")] = [0] * rows + [bad]
+        with pytest.raises(ValueError, match=r"^query_start_loc: expected a tensor or a seq.* got list"):
+            block.write(rows, values, torch.device("cpu"), range(0))
 
 
 @pytest.mark.parametrize("form", ["lists", "host tensors"])
@@ -184,8 +284,8 @@ def test_a_block_says_how_many_requests_it_has(form):
         "state_indices": [4, 5], "record_rows": [0, 1], "request_indices": [2, 1], "num_accepted_tokens": [1, 2, 3],
         "num_computed_tokens": [7, 8],
     }  # fmt: skip
-    given = tuple(None if v is None else FORMS[form](name, v, "cpu") for name, v in values.items())
-    block.write(2, check_sources(given, 2, torch.device("cpu"), range(0)))
+    given = [None if v is None else FORMS[form](name, v, "cpu") for name, v in values.items()]
+    block.write(2, given, torch.device("cpu"), range(0))
     reset_errors("cpu")
     stage_header(staged, block.header, error_counter("cpu"))
     assert staged.num_accepted_tokens.tolist() == [0, 2, 0, 0, 0, 0]
@@ -271,6 +371,26 @@ def test_steps_are_queued_without_a_wait(on_device):
         want.append(expected(6, 3, arguments))
         if number == 6:
             assert not torch.cuda.current_stream().query(), "staging waited for the device"
+    for got, wanted in zip(copies, want, strict=True):
+        assert {name: t.tolist() for name, t in got.items()} == wanted
+
+
+@pytest.mark.gpu
+def test_steps_on_alternating_streams_arrive():
+    """Queued behind a busy device on two streams in turn, ordered as their common buffers demand."""
+    inputs, rng, copies, want = StepInputs(6, 4, "cuda", block_table_width=3), random.Random(4), [], []
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda._sleep(100_000_000)
+    before = torch.cuda.current_stream()
+    for number in range(40):
+        stream, arguments = streams[number // 3 % 2], random_arguments(rng, 6, 3)
+        stream.wait_stream(before)
+        with torch.cuda.stream(stream):
+            inputs.stage(**arguments)
+            copies.append({name: getattr(inputs, name).clone() for name in FIELDS})
+        before = stream
+        want.append(expected(6, 3, arguments))
+    torch.cuda.synchronize()
     for got, wanted in zip(copies, want, strict=True):
         assert {name: t.tolist() for name, t in got.items()} == wanted
 

@@ -91,6 +91,15 @@ def test_a_state_that_got_another_shape_is_an_error():
         state.data = torch.zeros(3)
 
 
+@pytest.mark.parametrize("values", [True, False])
+def test_a_state_that_got_another_dtype_is_an_error(values):
+    """The same zeros as another kind of number are no longer what a recording reads."""
+    x = torch.zeros(4)
+    message = r"had torch.float32 \[4\], has torch.int32 \[4\]: it was rebound"
+    with pytest.raises(CaptureError, match=message), state_neutral([x], values=values):
+        x.data = torch.zeros(4, dtype=torch.int32)
+
+
 def test_recording_is_neutral_and_its_warmup_is_not():
     """The check sees what it is there for: a warm-up that runs on live state (B19)."""
     state = torch.zeros(4)

@@ -47,6 +47,18 @@ def test_recordings_do_not_nest():
     assert x.tolist() == [1, 1]
 
 
+def test_a_launcher_replays_and_stays_checked():
+    """What an owner calls in place of `replay` does the same; in check mode it still finds a tensor that has moved."""
+    x = torch.zeros(2)
+    add_one(x).launcher()()
+    assert x.tolist() == [1, 1]
+    launcher = record(lambda: x.add_(1), device="cpu", warmup=0, check=True).launcher()
+    launcher()
+    x.data = torch.zeros(2)
+    with pytest.raises(CaptureError, match="has other memory now"):
+        launcher()
+
+
 def test_replay_inside_a_recording_is_refused():
     """A recording holds launches, not replays; nothing runs."""
     x = torch.zeros(2)

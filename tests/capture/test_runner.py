@@ -400,6 +400,23 @@ def test_checked_mode_reads_what_was_staged(device, monkeypatch):
     assert_same(engine.state(), before, "after refusals")
 
 
+def test_a_commit_that_could_not_be_replayed_closes_no_step(device, monkeypatch):
+    """Its rows are still between verify and commit: the next verify of them says so, until the commit has run."""
+    monkeypatch.setenv("GRAPHRT_CHECK", "1")
+    engine, rng = Engine(device), random.Random(12)
+    runner, batch = make(engine, [4]), Batch(rng, engine, 4, least_rows=2)
+    x = engine.window_inputs(rng)
+    batch.verify(engine, x)
+    runner.inputs.stage(**batch.host())
+    with pytest.raises(RuntimeError, match=r"^replay before capture"):
+        runner.commit(batch.n)
+    with pytest.raises(RuntimeError, match=r"was verified and not committed"):
+        batch.verify(engine, x)
+    runner.capture(progress=False)
+    runner.commit(batch.n)
+    batch.verify(engine, x)
+
+
 def test_memory_is_reported_by_graph_and_in_total(device):
     """Commit, flush and drain allocate nothing in a graph; the forecast agrees (B97)."""
     runner = make(Engine(device), [1, 4])
@@ -510,6 +527,24 @@ def test_a_buffer_that_its_owner_replaced_is_found_where_the_context_checks(devi
     for call in (runner.commit, runner.flush, runner.drain):
         with pytest.raises(CaptureError, match=rf"static tensor '{re.escape(name)}' is not the one that was recorded"):
             call(1)
+
+
+def test_a_mode_named_twice_is_recorded_once(device):
+    """Modes may come in any order and number, as sizes may."""
+    engine, calls = Engine(device), []
+    runner = make(engine, [2])
+    commit = runner._recordings._works["commit"]
+    runner._recordings._works["commit"] = lambda n: (calls.append(n), commit(n))
+    runner.capture(progress=False, modes=["commit", "commit"])
+    assert len(calls) == (3 if device.type == "cuda" else 2)  # the forecast, the warm-up, the recording
+
+
+def test_counts_of_another_ledger_are_refused(device):
+    """A new owner's row starts with nothing pending in its own ledger's counts only (B23)."""
+    engine = Engine(device)
+    inputs = StepInputs(6, WINDOW, device, ledger=RecordSlots(6, device))
+    with pytest.raises(ValueError, match=r"^pending: expected the counts of the inputs' ledger"):
+        CommitRunner(engine.context, engine.pending, inputs)
 
 
 @pytest.mark.gpu

@@ -63,6 +63,41 @@ def test_a_stray_copy_is_one_added_node():
     assert str(found).startswith("from 'deferred step' to 'deferred step':\n+ node ")
 
 
+def added_and_removed(found):
+    """Names of the nodes that a diff reports."""
+    return [[text.split()[2] for text in texts] for texts in (found.nodes_added, found.nodes_removed)]
+
+
+def test_a_stray_copy_in_front_is_the_only_difference():
+    """What follows it works on other memory by name, but on the same by use."""
+    x, y, z = (torch.zeros(4) for _ in range(3))
+
+    def step(source):
+        t = source() * 2
+        y.add_(t)
+        z.copy_(y + 1)
+        z.mul_(t)
+
+    plain, stray = (record(lambda source=source: step(source), device="cpu") for source in (lambda: x, x.clone))
+    assert added_and_removed(diff(plain, stray)) == [["aten.clone.default"], []]
+    assert added_and_removed(diff(stray, plain)) == [[], ["aten.clone.default"]]
+
+
+@pytest.mark.parametrize("wrong", ["source", "target", "both"])
+def test_a_launch_on_the_wrong_memory_is_reported(wrong):
+    """Shapes and operator are the same; the tensor is another one of the step."""
+    x, y, z = (torch.zeros(4) for _ in range(3))
+
+    def step(target, source):
+        y.copy_(x)
+        z.copy_(y)
+        target.add_(source)
+
+    named = {"source": (z, y), "target": (y, x), "both": (y, y)}
+    right, other = (record(lambda pair=pair: step(*pair), device="cpu") for pair in ((z, x), named[wrong]))
+    assert added_and_removed(diff(right, other)) == [["aten.add_.Tensor"]] * 2
+
+
 def test_a_step_has_one_launch_a_layer_and_kind_and_one_commit():
     """graphrt's launches per step: a convolution and a verify a layer, and one commit for all of them."""
     for layers in (1, 3):

@@ -1,0 +1,56 @@
+"""Where tools write: tried when the command line is read."""
+
+import ast
+import sys
+from argparse import ArgumentTypeError
+from pathlib import Path
+
+import pytest
+
+TOOLS = Path(__file__).parents[2] / "tools"
+sys.path.insert(0, str(TOOLS))
+import bench_nvtx  # noqa: E402
+import outputs  # noqa: E402
+
+WRITTEN = {"--json", "--csv", "--plot", "--choose", "--out"}
+
+
+def options_that_write():
+    """(tool, option, the name of its type) of every option that names a file to write."""
+    for path in sorted(TOOLS.glob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument":
+                kinds = [keyword.value.id for keyword in call.keywords if keyword.arg == "type"]
+                for option in {argument.value for argument in call.args} & WRITTEN:
+                    yield path.name, option, kinds
+
+
+def test_every_tool_tries_its_outputs_before_it_works():
+    """By the type of the option; folders that a tool makes for itself are none."""
+    found = list(options_that_write())
+    assert len(found) > 12
+    wanted = {"--plot": ["plot_file"]}
+    folders = [("peers.py", "--out"), ("train_demo.py", "--out")]
+    wrong = [one for one in found if one[2] != wanted.get(one[1], ["output_file"]) and one[:2] not in folders]
+    assert wrong == []
+
+
+def test_a_tool_refuses_a_path_that_it_could_not_write(monkeypatch, capsys, tmp_path):
+    """In the words of its command line, exit status 2; nothing was measured."""
+    monkeypatch.setattr(bench_nvtx, "repeat", None)
+    monkeypatch.setattr(sys, "argv", ["bench_nvtx.py", "--json", str(tmp_path / "no" / "x.json")])
+    with pytest.raises(SystemExit) as stopped:
+        bench_nvtx.main()
+    assert stopped.value.code == 2
+    assert f"argument --json: cannot write {tmp_path / 'no' / 'x.json'}: there is no folder" in capsys.readouterr().err
+
+
+def test_a_plot_without_matplotlib_is_refused_first(monkeypatch, tmp_path):
+    """Not after minutes, when it is to be drawn."""
+    monkeypatch.setattr(outputs, "find_spec", lambda name: None)
+    with pytest.raises(ArgumentTypeError, match="matplotlib"):
+        outputs.plot_file(str(tmp_path / "x.png"))
+    monkeypatch.setattr(outputs, "find_spec", lambda name: object())
+    assert outputs.plot_file(str(tmp_path / "x.png")) == tmp_path / "x.png"
+    with pytest.raises(ArgumentTypeError, match="it is a folder"):
+        outputs.plot_file(str(tmp_path))
