@@ -353,35 +353,6 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
         )
 
 
-@dataclass
-class KDARecoverSSMDeferred:
-    """One step's deferred commit, as a metadata build hands it to the verify and to whoever flushes.
-
-    record_rows    [>= B] int32: record row of each row, -1 for none
-    pending        [R] int32, by record row
-    eager          [B] bool or uint8: rows committed now (align mode: near a block boundary); None for no row
-    context        whose layers are folded
-    state_indices  [B] int32: state slot of each row
-    flushed        whether `flush` has run
-    owners         whom the rows were staged for; without it they are taken as they are
-    """
-
-    record_rows: Tensor
-    pending: Tensor
-    eager: Tensor | None
-    context: KDARecoverSSMCommitContext = field(repr=False, compare=False)
-    state_indices: Tensor = field(repr=False, compare=False)
-    flushed: bool = False
-    owners: Owners | None = field(default=None, repr=False, compare=False)
-
-    def flush(self) -> None:
-        """Fold the step's pending records before a verify that does not replay them; at most once per step object."""
-        if self.flushed:
-            return
-        self.context.flush(self.state_indices, self.record_rows, self.pending, self.owners)
-        self.flushed = True
-
-
 def _as_bytes(mask: Tensor | None) -> Tensor | None:
     """A bool mask as the bytes it is stored in: kernels take one kind."""
     return mask.view(torch.uint8) if isinstance(mask, Tensor) and mask.dtype == torch.bool else mask

@@ -31,9 +31,9 @@ def launch(name: str, run: Callable[..., None], *args: Any) -> None:
 
     `run` returns nothing: what it produces, it writes into tensors among `args`.
     """
-    recorder = _recorder.get()
-    if recorder is not None:
-        recorder.launch(name, run, args)
+    taker = _recorder.get()
+    if taker is not None:
+        taker.launch(name, run, args)
     elif profiling.ranges is None:
         run(*args)
     else:
@@ -41,15 +41,20 @@ def launch(name: str, run: Callable[..., None], *args: Any) -> None:
             run(*args)
 
 
+def recorder() -> Recorder | None:
+    """Who gets the launches of this thread, whatever it does with them; None while they simply run."""
+    return _recorder.get()
+
+
 def is_recording() -> bool:
-    """True while a recording gets the launches of this thread, whatever it does with them."""
-    return _recorder.get() is not None
+    """True while a recording gets the launches of this thread."""
+    return recorder() is not None
 
 
 @contextmanager
-def record_into(recorder: Recorder) -> Iterator[None]:
-    """Send every launch of this thread to `recorder` for the length of the block."""
-    token = _recorder.set(recorder)
+def record_into(taker: Recorder) -> Iterator[None]:
+    """Send every launch of this thread to `taker` for the length of the block."""
+    token = _recorder.set(taker)
     try:
         yield
     finally:

@@ -350,9 +350,9 @@ MUTANTS = (
     ),
     Mutant(
         "a step object flushes twice",
-        "graphrt/context.py",
-        "        self.flushed = True\n",
-        "",
+        "graphrt/deferred.py",
+        "self.flushed, self._recorder = True,",
+        "self.flushed, self._recorder = False,",
         ("tests/test_flush_drain.py", "tests/test_traces.py"),
     ),
     Mutant(

@@ -12,7 +12,7 @@ import torch
 from engine import WINDOW, Batch, Engine, assert_same, int32
 from toy import Toy
 
-from graphrt import RecordSlots, allocate_records, launch
+from graphrt import KDARecoverSSMDeferred, RecordSlots, allocate_records, launch
 from graphrt.capture import CaptureError, CommitRunner, StepInputs, dummy_inputs, record
 
 BLOCK = 8
@@ -51,6 +51,51 @@ def test_a_new_request_with_a_full_window_decodes_from_its_own_zero_state(device
     for b, (prompt, new_tokens) in requests.items():
         zero_slot(reference, b + 1)
         assert toy.text[b, : toy.target[b]].tolist() == reference.decode_one_by_one(b + 1, prompt, new_tokens)
+
+
+def test_no_flag_of_a_step_object_decides_what_a_replay_folds(device):
+    """B08: made before a recording, one that its warm-up has flushed would be left out of the graph; that is an error.
+
+    Made inside, it is recorded once, however many layers ask, and every replay folds.
+    """
+    engine = Engine(device)
+    slots, rows = int32([0, 0], device), int32([1, 2], device)
+
+    def step_object():
+        return KDARecoverSSMDeferred(rows, engine.pending, None, engine.context, slots)
+
+    def flushing(step):
+        for _ in engine.layers:
+            step.flush()
+
+    outside = step_object()
+    with pytest.raises(CaptureError, match="flushed before, outside of this recording"):
+        record(lambda: flushing(outside), device=device)
+    recording = record(lambda: flushing(step_object()), device=device)
+    recorded = step_object()
+    record(lambda: flushing(recorded), device=device, warmup=0)
+    with pytest.raises(RuntimeError, match="flushed before, inside a recording"):
+        recorded.flush()
+    with pytest.raises(CaptureError, match="flushed before"):
+        record(lambda: flushing(recorded), device=device, warmup=0)
+
+    random_step = Batch(random.Random(4), engine, 2, least_rows=2, tokens=WINDOW)
+    random_step.record_rows, random_step.state_indices = [1, 2], [3, 4]
+    random_step.verify(engine, engine.window_inputs(random.Random(5)))
+    engine.pending[1:3] = 2
+    slots.copy_(int32([3, 4], device))
+    before = engine.state()
+    engine.context.flush(slots, rows, engine.pending)
+    once = engine.state()
+    engine.context.flush(slots, rows, engine.pending)
+    twice = engine.state()
+    for layer in range(len(engine.layers)):
+        for cache, name in zip(engine.layers[layer].kv_cache, ("conv", "checkpoint"), strict=True):
+            cache.copy_(before[f"{name} {layer}"])
+    recording.replay()
+    assert_same(engine.state(), once, "one replay")
+    recording.replay()
+    assert_same(engine.state(), twice, "two replays")
 
 
 def test_a_live_record_row_over_the_null_slot_changes_nothing(device):
