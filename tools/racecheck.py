@@ -2,9 +2,10 @@
 
 racecheck takes an mbarrier to order a thread only if that thread arrives itself. The kernels let one lane arrive for
 its warp, behind a warp barrier, which orders the other lanes' accesses before that arrival all the same. So it runs
-twice over every variant: with every lane arriving (`tile.ARRIVING_LANES`), the same code with nothing left to infer,
-which must be clean; and as shipped, where every access it reports must be one of a lane that does not arrive itself.
-And twice over the smallest kernel that hands something over in these two ways (racecheck_example.py).
+twice over every variant (the CuTe cases of sanitizer_cases.py): with every lane arriving (`tile.ARRIVING_LANES`), the
+same code with nothing left to infer, which must be clean; and as shipped, where every access it reports must be one of
+a lane that does not arrive itself. And twice over the smallest kernel that hands something over in these two ways
+(racecheck_example.py).
 
     python tools/racecheck.py [--logs DIR]
 """
@@ -14,46 +15,31 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from itertools import product
 from pathlib import Path
 
 EVERY_LANE, ONE_LANE = 32, 1
-# Label: (what runs, lanes of a warp that arrive, whether it must be clean)
+# Label: (how the names of the cases that run begin, lanes of a warp that arrive, whether it must be clean)
 RUNS = {
-    "kernels, every lane arrives": ("kernels", EVERY_LANE, True),
-    "folds, as shipped": ("folds", ONE_LANE, False),
-    "verifies, as shipped": ("verifies", ONE_LANE, False),
+    "kernels, every lane arrives": ("cute", EVERY_LANE, True),
+    "folds, as shipped": ("cute fold", ONE_LANE, False),
+    "verifies, as shipped": ("cute verify", ONE_LANE, False),
     "example, every lane arrives": ("example", EVERY_LANE, True),
     "example, one lane arrives": ("example", ONE_LANE, False),
 }
 
 
 def run_cases(what: str, lanes: int) -> None:
-    """The example, or every variant of the kernels once; this is the process under the tool."""
+    """The example, or the cases whose names begin so; this is the process under the tool."""
     if what == "example":
         from racecheck_example import run
 
         run(lanes)
         return
-    from graphrt.kernels.cute import tile
+    from sanitizer_cases import CASES, run_case
 
-    tile.ARRIVING_LANES = lanes
-    import torch
-    from step_model import Model
-
-    model = Model(1, 2, 4, 3, 2)
-    model.loc.copy_(torch.tensor([0, 4, 6, 9]))
-    model.rows[2] = -1
-    # The state at the boundary goes to the final block too: there the final state stands.
-    model.plan.boundary_state_indices.copy_(model.slots)
-    model.plan.boundary_recovery_lens.fill_(1)
-    if what != "verifies":
-        for align in (False, True):
-            model.fold(align)
-    if what != "folds":
-        for conv, split, deferred in product(("", "inside"), (1, 2), (True, False)):
-            model.verifies(deferred, conv, split)
-    torch.cuda.synchronize()
+    for name in CASES:
+        if name.startswith(what):
+            run_case(name, "cuda", lanes)
 
 
 def main() -> int:

@@ -1,5 +1,7 @@
 """Small runs of every kernel variant, each in a process of its own: what `tools/sanitize.py` puts under the sanitizer.
 
+`tools/racecheck.py` takes the CuTe cases from here as well.
+
     python tools/sanitizer_cases.py --list
     python tools/sanitizer_cases.py "triton fold align"
 
@@ -210,6 +212,19 @@ CASES: dict[str, Case] = {
 }
 
 
+def run_case(name: str, device: str, lanes: int) -> None:
+    """Run a case to its end; `lanes` of a warp arrive at an mbarrier in the CuTe kernels."""
+    if name.startswith("cute"):
+        from graphrt.kernels.cute import tile
+
+        tile.ARRIVING_LANES = lanes
+    torch.manual_seed(0)
+    CASES[name](torch.device(device))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    print(f"ran: {name}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="?", choices=CASES, metavar="CASE")
@@ -222,15 +237,7 @@ def main() -> int:
         return 0
     if args.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
-    if args.lanes != 1:
-        from graphrt.kernels.cute import tile
-
-        tile.ARRIVING_LANES = args.lanes
-    torch.manual_seed(0)
-    CASES[args.case](torch.device(args.device))
-    if args.device == "cuda":
-        torch.cuda.synchronize()
-    print(f"ran: {args.case}")
+    run_case(args.case, args.device, args.lanes)
     return 0
 
 

@@ -8,7 +8,8 @@ from . import bench, demo, doctor, graph, plan, profile
 from .common import user_errors
 
 app = typer.Typer(
-    help="CUDA-graph-centric runtime for speculative decoding with Kimi Delta Attention.",
+    help="CUDA-graph-centric runtime for speculative decoding with Kimi Delta Attention.\n\n"
+    "Exit status 0; 1 if something could not be done, or a check failed; 2 for a wrong option or value.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

@@ -8,6 +8,7 @@ capture would spoil it.
 import ctypes
 import struct
 import threading
+from collections.abc import Iterator
 
 import cutlass
 import cutlass.cute as cute
@@ -75,6 +76,7 @@ class Kernels:
         if (facts, index) not in self._loaded:
             compiled = self.compile(facts, target(device))
             with torch.cuda.device(device):
+                _make_counters(index)
                 self._loaded[facts, index] = compiled.to(index)
 
     def launch(self, facts: tuple, device: torch.device, *values: float) -> None:
@@ -114,3 +116,24 @@ def sm_count(device: torch.device) -> int:
     if index not in _sm_counts:
         _sm_counts[index] = torch.cuda.get_device_properties(index).multi_processor_count
     return _sm_counts[index]
+
+
+# A recorded launch never runs twice at a time, so a counter of its own is nobody else's.
+_COUNTERS = 2048
+_counters: dict[int, tuple[torch.Tensor, Iterator[int]]] = {}
+
+
+def _make_counters(index: int) -> None:
+    if index not in _counters:
+        counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=torch.device("cuda", index))
+        torch.cuda.current_stream(index).synchronize()
+        _counters[index] = counters, iter(range(counters.data_ptr(), counters.data_ptr() + 4 * _COUNTERS, 4))
+
+
+def tickets(device: torch.device) -> int:
+    """Address of a counter at 0 for the launch that is about to be captured (items.py).
+
+    0, which stands for no counter, outside of a capture and when this process has captured more than 2048 of them.
+    """
+    counters = _counters.get(device.index or 0)
+    return next(counters[1], 0) if counters and torch.cuda.is_current_stream_capturing() else 0

@@ -8,16 +8,17 @@ from torch import Tensor
 
 from ...backends import Facts, Support
 from ...environment import cute_arch
-from .build import DTYPES, Kernels, sm_count, target
+from .build import DTYPES, Kernels, sm_count, target, tickets
 from .fold import FoldF32
+from .items import ROWS
 from .tile import MAX_Q, K
 
 # Beyond it exp(-L) of a whole window, or the low TF32 part of exp(L), would no longer be a normal number.
 MAX_WINDOW_DECAY = 64.0
 
 
-_EXAMPLES = (tuple(Int64(0) for _ in range(14)), (Int32(0), Int32(0)), (Int32(0),) * 5, Float32(0.0))
-KERNELS = Kernels(FoldF32, _EXAMPLES, "14q2q5qf4x")
+_EXAMPLES = (tuple(Int64(0) for _ in range(15)), (Int32(0), Int32(0)), (Int32(0),) * 5, Float32(0.0))
+KERNELS = Kernels(FoldF32, _EXAMPLES, "15q2q5qf4x")
 
 
 def supported(
@@ -145,6 +146,7 @@ def fold(stack, plan, state_indices: Tensor, record_rows: Tensor | None, align: 
         facts,
         state.device,
         *(t.data_ptr() for t in (*tables, *vectors)),
+        tickets(state.device) if batch <= ROWS else 0,
         state_indices.stride(0),
         rows.stride(0),
         state.shape[0],

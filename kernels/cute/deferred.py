@@ -61,7 +61,7 @@ def compile_variants(stack) -> None:
 def activations_supported(
     q: Tensor, k: Tensor, v: Tensor, raw_g: Tensor, raw_beta: Tensor, out: Tensor, key_gate: Tensor
 ) -> Support:
-    """Whether the kernel reads these tensors: one 16-bit dtype, and tokens on 16 bytes for the copy engine."""
+    """Whether the kernel reads these tensors: one 16-bit dtype, and tokens on 16 bytes."""
     tensors = {"q": q, "k": k, "v": v, "raw_g": raw_g, "out": out, "records.key_gate": key_gate}
     for name, t in tensors.items():
         if t.dtype != k.dtype or t.dtype not in (torch.bfloat16, torch.float16):

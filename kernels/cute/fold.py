@@ -10,16 +10,19 @@ untouched, unless its source slot is in 1..slots-1, its record row in 0..R-1 and
 Everything of the source is in shared memory before anything is written, so the three slots may coincide.
 
 Grid min(SMs, L * B * H), 288 threads, one block an SM: it walks its items with three tiles in flight.
-- warp 8 finds live items, 32 at a time, and issues bulk loads: the n records, then the state.
+- warp 8 takes live items by ticket (items.py) and issues bulk loads: the n records, then the state.
 - warps 4 to 7, one thread a key channel, turn raw keys and gates into the coefficients κ_t and e (tile.py).
 - warps 0 to 3 hold the tile in registers, fold it with one fma per element and record, and bulk-store it.
 
 Traffic of a row and head: 128 KiB of state and n * (512 + 2K * size of the activations) bytes of records. The memory
 bounds it: at n = 4 the fold warps are busy for about a fifth of the 8200 cycles in which an SM's share of it moves
-128 KiB. Measured on an H200, 69 layers of 12 heads, n = 4: 1.12 times the time of the state's 128 KiB at the card's
-in-place rate at 64 requests (of that 1.03 are the records), 38 µs for one request, the launch of the graph included.
-Under ncu, 4 layers of 64 requests: DRAM at 74 % of its peak, L2 at 82 %, issue slots at 13 %. Half states as items, for
-shorter rounds at few requests, were slower everywhere (42 µs for one request).
+128 KiB. Measured on an H200, 69 layers of 12 heads, n = 4: 1.07 times the time of the state's 128 KiB at the card's
+in-place rate from 64 requests on (of that 1.03 are the records), 33 µs for one request, 36 with the host's launch of
+the graph. Multiprocessors do not have the same share of the memory: with the same number of items for each it was
+1.12 times (1850 µs instead of 1765 at 64 requests). Slower, too, in one run each:
+- half states as items, for shorter rounds at few requests (42 µs for one request instead of 38);
+- `evict_first` on the loads (1935 µs at 64 requests instead of 1850), on the stores (1871), on both (1943), and with
+  tickets on both (1853 instead of 1765).
 
 Not checked on the device: slots and record rows unique among live rows.
 """
@@ -32,6 +35,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from . import ptx, tile
+from .items import ROWS, Items
 from .tile import K, V
 
 THREADS = 288
@@ -46,7 +50,7 @@ _N, _BOUNDARY_N, _FINAL, _BOUNDARY, _A_LOG, _DT_BIAS = 0, 4, 8, 16, 24, 32
 _NOTICE_BYTES = 48
 
 
-class FoldF32:
+class FoldF32(Items):
     """The kernel for one (heads, Q, dtypes, align, indexed)."""
 
     def __init__(self, heads, q, dtype, a_log_dtype, dt_bias_dtype, align, indexed):
@@ -84,7 +88,7 @@ class FoldF32:
     @cute.jit
     def __call__(
         self,
-        addresses,  # 14: the tables and vectors below
+        addresses,  # 15: the tables and vectors below, and the counter of tickets (or 0)
         strides,  # of state_indices and record_rows, elements
         limits,  # slots, record rows, batch, layers, grid
         lower_bound: Float32,
@@ -93,7 +97,7 @@ class FoldF32:
         # addresses: [L] int64 tables checkpoint, its slot stride, correction, its row stride, key_gate, its row
         # stride, A_log, dt_bias (addresses; strides in elements); int32 vectors state_indices, record_rows,
         # commit_lens, final_state_indices, boundary_state_indices, boundary_recovery_lens.
-        self.kernel(addresses[:8], addresses[8:], strides, limits[:4], lower_bound).launch(
+        self.kernel(addresses[:8], addresses[8:14], strides, limits[:4], addresses[14], lower_bound).launch(
             grid=[limits[4], 1, 1],
             block=[THREADS, 1, 1],
             smem=self.shared_bytes,
@@ -102,7 +106,7 @@ class FoldF32:
         )
 
     @cute.kernel
-    def kernel(self, tables, vectors, strides, limits, lower_bound: Float32):
+    def kernel(self, tables, vectors, strides, limits, tickets: Int64, lower_bound: Float32):
         thread, _, _ = cute.arch.thread_idx()
         warp = cute.arch.make_warp_uniform(thread >> 5)
         lane = thread & 31
@@ -111,7 +115,7 @@ class FoldF32:
             self.init_barriers(shared)
         cute.arch.sync_threads()
         if warp == _LOADER:
-            self.load(shared, lane, tables, vectors, strides, limits)
+            self.load(shared, lane, tables, vectors, strides, limits, tickets)
         elif warp >= 4:
             self.prepare(shared, thread - 128, warp - 4, lane, lower_bound)
         else:
@@ -135,81 +139,83 @@ class FoldF32:
     def read_long(self, base, index):
         return ptx.load_global(base + Int64(index) * 8, Int64)
 
-    @cute.jit
-    def load(self, shared: Int32, lane: Int32, tables, vectors, strides, limits):
-        """Warp 8: every lane looks at one item; the lanes that found a live one issue its loads in turn."""
-        states, state_strides, corrections, correction_strides, gates, gate_strides, a_logs, dt_biases = tables
+    def lives(self, rows, facts):
+        """Whether each of a few rows has anything to fold."""
+        return [n + boundary_n > 0 for _, _, n, _, boundary_n, _ in (self.row_facts(b, *facts) for b in rows)]
+
+    def row_facts(self, b, vectors, strides, limits):
+        """Source, final slot and count, boundary slot and count, record row of row b; counts of a dead row are 0."""
         indices, record_rows, lens, finals, boundaries, boundary_lens = vectors
-        slots, rows, batch, layers = limits
+        slots, rows, _, _ = limits
+        slot = self.read_int(indices, b * strides[0])
+        final = self.read_int(finals, b)
+        n = cutlass.min(cutlass.max(self.read_int(lens, b), 0), self.q)
+        row = self.read_int(record_rows, b * strides[1]) if self.indexed else b
+        alive = (slot > 0) & (slot < slots) & (row >= 0) & (row < rows)
+        n = ptx.select(alive & (final > 0) & (final < slots), n, Int32(0))
+        boundary = boundary_n = Int32(0)
+        if self.align:
+            boundary = self.read_int(boundaries, b)
+            boundary_n = cutlass.min(cutlass.max(self.read_int(boundary_lens, b), 0), self.q)
+            # The same block as the final one: the final state stands there, and one writer is enough.
+            usable = alive & (boundary > 0) & (boundary < slots) & ((boundary != final) | (n == 0))
+            boundary_n = ptx.select(usable, boundary_n, Int32(0))
+        return slot, final, n, boundary, boundary_n, row
+
+    @cute.jit
+    def load(self, shared: Int32, lane: Int32, tables, vectors, strides, limits, tickets: Int64):
+        """Warp 8: one lane issues the loads of the block's items."""
         block, _, _ = cute.arch.block_idx()
         step, _, _ = cute.arch.grid_dim()
-        total = layers * batch * self.heads
+        _, _, batch, layers = limits
+        facts = (vectors, strides, limits)
         i = Int32(0)
-        base = Int32(block)
-        while base < total:
-            item = base + lane * step
-            inside = item < total
-            item = ptx.select(inside, item, Int32(0))
-            h = item % self.heads
-            pair = item // self.heads
-            b = pair % batch
-            l = pair // batch
-            slot = self.read_int(indices, b * strides[0])
-            final = self.read_int(finals, b)
-            n = cutlass.min(cutlass.max(self.read_int(lens, b), 0), self.q)
-            row = b
-            if cutlass.const_expr(self.indexed):
-                row = self.read_int(record_rows, b * strides[1])
-            n = ptx.select((final > 0) & (final < slots), n, Int32(0))
-            boundary = Int32(0)
-            boundary_n = Int32(0)
-            if cutlass.const_expr(self.align):
-                boundary = self.read_int(boundaries, b)
-                boundary_n = cutlass.min(cutlass.max(self.read_int(boundary_lens, b), 0), self.q)
-                # The same block as the final one: the final state stands there, and one writer is enough.
-                usable = (boundary > 0) & (boundary < slots) & ((boundary != final) | (n == 0))
-                boundary_n = ptx.select(usable, boundary_n, Int32(0))
-            alive = inside & (slot > 0) & (slot < slots) & (row >= 0) & (row < rows)
-            alive = alive & ((n > 0) | (boundary_n > 0))
-            found = cute.arch.vote_ballot_sync(alive)
-            while found != 0:
-                turn = cute.arch.popc((found & (0 - found)) - 1)
-                if lane == turn:
+        start = Int32(0)
+        while start < batch:
+            bits, before, live = self.live_rows(start, batch, lane, facts)
+            total = layers * live * self.heads
+            item = Int32(block)
+            while item < total:
+                following = self.claim(item, step, total, tickets, lane)
+                h = item % self.heads
+                pair = item // self.heads
+                b = start + self.nth_live(pair % live, bits, before, lane)
+                l = pair // live
+                # Everything that is read comes from far away: all of it at once.
+                slot, final, n, boundary, boundary_n, row = self.row_facts(b, *facts)
+                state, state_stride, correction, correction_stride, gate, gate_stride, a_log, dt_bias = (
+                    self.read_long(table, l) for table in tables
+                )
+                if lane == 0:
                     count = cutlass.max(n, boundary_n)
                     stage = i & 1
                     if i >= STAGES:
                         ptx.mbar_wait(shared + self.record_empty + 8 * stage, ((i >> 1) & 1) ^ 1)
-                    state = self.read_long(states, l)
-                    stride = self.read_long(state_strides, l) * 4
+                    stride = state_stride * 4
                     inner = Int64(h) * tile.STATE_BYTES
                     notice = shared + self.notices + _NOTICE_BYTES * stage
                     ptx.store_shared(notice + _N, n)
                     ptx.store_shared(notice + _BOUNDARY_N, boundary_n)
                     ptx.store_shared(notice + _FINAL, state + Int64(final) * stride + inner)
                     ptx.store_shared(notice + _BOUNDARY, state + Int64(boundary) * stride + inner)
-                    a_log = self.read_long(a_logs, l) + Int64(h * (self.a_log_dtype.width // 8))
-                    dt_bias = self.read_long(dt_biases, l) + Int64(h * (K * self.dt_bias_dtype.width // 8))
-                    ptx.store_shared(notice + _A_LOG, a_log)
-                    ptx.store_shared(notice + _DT_BIAS, dt_bias)
+                    ptx.store_shared(notice + _A_LOG, a_log + Int64(h * (self.a_log_dtype.width // 8)))
+                    ptx.store_shared(notice + _DT_BIAS, dt_bias + Int64(h * (K * self.dt_bias_dtype.width // 8)))
                     full = shared + self.record_full + 8 * stage
                     ptx.mbar_expect(full, count * (self.key_gate_bytes + V * 4))
-                    record = (
-                        self.read_long(gates, l)
-                        + Int64(row) * self.read_long(gate_strides, l) * (self.dtype.width // 8)
-                        + Int64(h) * (self.q * self.key_gate_bytes)
-                    )
+                    gate += Int64(row) * gate_stride * (self.dtype.width // 8)
                     ptx.bulk_load(
                         shared + self.key_gates + self.q * self.key_gate_bytes * stage,
-                        record,
+                        gate + Int64(h) * (self.q * self.key_gate_bytes),
                         count * self.key_gate_bytes,
                         full,
                     )
-                    correction = (
-                        self.read_long(corrections, l)
-                        + Int64(row) * self.read_long(correction_strides, l) * 4
-                        + Int64(h) * (self.q * V * 4)
+                    correction += Int64(row) * correction_stride * 4
+                    ptx.bulk_load(
+                        shared + self.corrections + self.q * V * 4 * stage,
+                        correction + Int64(h) * (self.q * V * 4),
+                        count * (V * 4),
+                        full,
                     )
-                    ptx.bulk_load(shared + self.corrections + self.q * V * 4 * stage, correction, count * (V * 4), full)
                     turns = i // self.depth
                     slot_of_tile = i - turns * self.depth
                     if i >= self.depth:
@@ -220,9 +226,9 @@ class FoldF32:
                         shared + self.tile_full + 8 * slot_of_tile,
                     )
                 cute.arch.sync_warp()
-                found = found & (found - 1)
                 i += 1
-            base += 32 * step
+                item = cute.arch.shuffle_sync(following, 0)
+            start += ROWS
         if lane == 0:
             stage = i & 1
             if i >= STAGES:

@@ -91,6 +91,13 @@ def fetch_add_global(address, value, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def take_ticket(address, last, *, loc=None, ip=None):
+    """What a counter says; it goes on by one, and from `last` back to 0."""
+    operands = [Int64(address).ir_value(loc=loc, ip=ip), Int32(last).ir_value(loc=loc, ip=ip)]
+    return Int32(_asm(T.i32(), operands, "atom.relaxed.gpu.global.inc.u32 $0, [$1], $2;", "=r,l,r,~{memory}", loc, ip))
+
+
+@dsl_user_op
 def fma(a, b, c, *, loc=None, ip=None):
     """a * b + c with one rounding."""
     return Float32(math_dialect.fma(*(Float32(x).ir_value(loc=loc, ip=ip) for x in (a, b, c)), loc=loc, ip=ip))
@@ -234,6 +241,20 @@ def mbar_wait_peer(address, parity, *, loc=None, ip=None):
         "@p bra DONE;\nbra AGAIN;\nDONE:\n}"
     )
     _asm(None, operands, text, "r,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def copy_async(shared, source, *, loc=None, ip=None):
+    """Start this thread's copy of 16 bytes, both ends 16-byte aligned, into shared memory, past L1."""
+    operands = [Int32(shared).ir_value(loc=loc, ip=ip), Int64(source).ir_value(loc=loc, ip=ip)]
+    _asm(None, operands, "cp.async.cg.shared.global [$0], [$1], 16;", "r,l,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def copies_arrive(barrier, *, loc=None, ip=None):
+    """Arrive when this thread's copies so far have landed, at once if it has none."""
+    operands = [Int32(barrier).ir_value(loc=loc, ip=ip)]
+    _asm(None, operands, "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", "r,~{memory}", loc, ip)
 
 
 @dsl_user_op

@@ -18,11 +18,16 @@ Grid at most one block an SM, 512 threads each walking the block's items (verify
 
 Traffic of an item: 64 KiB in, 64 KiB out if n > 0, n KiB of records in, Q KiB of records out, 1.25 Q KiB of
 activations: for n = 4, Q = 8 at 4.2 TB/s 9500 cycles an SM; the fold warps need about 7000. On an H200 with 69 layers
-of 12 heads (tools/results/h200) a step at 64 requests is 1.15 times that floor, from 128 on 1.11. Alone under ncu a
-layer of 64 requests moves 94 MB through DRAM in 35.6 µs: DRAM at 55 % of its peak, L2 at 70 %, L1 and shared memory at
-46 %, issue slots at 28 %, so no unit is full. The memory waits for the first window of a layer, about 2 µs behind the
-predecessor's end, and half the cycles between two instructions of a warp go to what it asked of L1 or shared memory.
-At one request a layer takes 3.8 µs, the latency of launch, tokens, coefficients, products and solve.
+of 12 heads the verifies of 64 requests take 1.11 times that floor, of 256 1.09. No unit is full (alone under ncu, 64
+requests: DRAM at 55 % of its peak, L2 at 70 %, L1 and shared memory at 46 %, issue slots at 28 %). The memory waits for
+the first window of a layer, and half the cycles between two instructions of a warp go to what it asked of L1 or shared
+memory. At one request a layer takes 3.5 µs, the latency of launch, tokens, coefficients, products and solve; what an
+early kernel does before its wait is on that path as well.
+
+Tried for 1, 16 and 64 requests, without a gain of 1 %: a third accumulator in the products, for shorter chains;
+`evict_first` on the loads of the states (2188 µs instead of 2142 at 64 requests, though 710 instead of 721 at 16), on
+their stores (209 instead of 234 at one request, but only since the states of a bench then stay in L2 from step to
+step), on both (8930 instead of 8475 at 256). Tickets gain only with hundreds of requests (items.py).
 
 Programmatic launch (order.py): launched `early`, state, records, history and the whole replay come before this kernel's
 wait; else every thread waits before its first access. The successor is released after the wait. Every block waits, also
@@ -40,17 +45,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from ...errors import NUM_KINDS, ErrorKind
 from . import ptx, tile
 from . import verify_layout as rings
 from .tile import V
 from .verify_roles import VerifyRoles
+from .verify_rows import VerifyRows
 
 THREADS = 512
 _REGISTERS = (232, 104, 104, 72)  # their sum, times 128 threads, is the register file
 
 
-class VerifyF32(VerifyRoles):
+class VerifyF32(VerifyRoles, VerifyRows):
     """The kernel for one (heads, Q, dtypes, width of a fused convolution, split)."""
 
     @cute.jit
@@ -60,7 +65,7 @@ class VerifyF32(VerifyRoles):
         token_strides,  # the same six, bytes from token to token
         layer,  # checkpoint, correction, key_gate, A_log, dt_bias: addresses
         layer_strides,  # checkpoint slot, correction row, key_gate row: bytes
-        indices,  # state_indices, record_rows (or 0), query_start_loc, pending (or 0), error counter: addresses, int32
+        indices,  # state_indices, record_rows, query_start_loc, pending, error counter: addresses, int32, or 0
         index_strides,  # the first four, elements
         conv,  # state, weight, bias (or 0): addresses; slot, dim and column stride: bytes
         limits,  # slots, record rows, batch, T
@@ -145,39 +150,6 @@ class VerifyF32(VerifyRoles):
             else:
                 self.write_back(shared, lane)
 
-    @cute.jit
-    def row_facts(self, b: Int32, step):
-        """slot (0: null), record row (-1: scratch), pending count, first token and one past the last of row b."""
-        indices, index_strides, limits = step
-        slots, rows, _, total = limits
-        slot = ptx.load_global(indices[0] + Int64(b) * index_strides[0] * 4, Int32)
-        slot = ptx.select((slot > 0) & (slot < slots), slot, Int32(0))
-        row = b
-        if indices[1] != 0:
-            row = ptx.load_global(indices[1] + Int64(b) * index_strides[1] * 4, Int32)
-        row = ptx.select((row >= 0) & (row < rows), row, Int32(-1))
-        n = Int32(0)
-        if indices[3] != 0:
-            if row >= 0:
-                n = ptx.load_global(indices[3] + Int64(row) * index_strides[3] * 4, Int32)
-        n = cutlass.min(cutlass.max(n, 0), self.q)
-        first = ptx.load_global(indices[2] + Int64(b) * index_strides[2] * 4, Int32)
-        last = ptx.load_global(indices[2] + Int64(b + 1) * index_strides[2] * 4, Int32)
-        first = cutlass.min(cutlass.max(first, 0), total)
-        last = cutlass.min(cutlass.max(last, first), total)
-        return slot, row, n, first, last
-
-    @cute.jit
-    def find_item(self, item: Int32, step):
-        """Facts of one (row, head), and whether there is anything to do for it."""
-        inside = item < step[2][2] * self.heads
-        item = ptx.select(inside, item, Int32(0))
-        h = item % self.heads
-        slot, row, n, first, last = self.row_facts(item // self.heads, step)
-        length = cutlass.min(last - first, self.q)
-        alive = inside & (slot > 0) & ((n > 0) | (length > 0))
-        return alive, h, slot, row, n, first, length
-
     def state_address(self, slot, h, share, layer, layer_strides):
         """Of the block's share of a head's state."""
         inner = Int64(h) * tile.STATE_BYTES + Int64(share * self.tile.state_bytes)
@@ -192,7 +164,7 @@ class VerifyF32(VerifyRoles):
         i = Int32(0)
         base = Int32(block) // self.split
         while base < step[2][2] * self.heads:
-            alive, h, slot, _, _, _, _ = self.find_item(base + lane * stride, step)
+            alive, h, slot = self.find_state(base + lane * stride, step)
             found = cute.arch.vote_ballot_sync(alive)
             while found != 0:
                 if lane == cute.arch.popc((found & (0 - found)) - 1):
@@ -224,7 +196,7 @@ class VerifyF32(VerifyRoles):
         conv,
         wide_beta: Int32,
     ):
-        """Warp 13: notices, records, and after the wait the tokens of each live item; one lane a token and tensor."""
+        """Warp 13: notices, records, and after the wait the tokens of each item."""
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
         stride = blocks // self.split
@@ -298,99 +270,34 @@ class VerifyF32(VerifyRoles):
 
     @cute.jit
     def load_tokens(self, shared: Int32, lane: Int32, i: Int32, tokens, token_strides):
-        """q, k, gate and v of item i's tokens, behind the wait: lane = token + 8 * tensor."""
+        """q, k, gate and v of item i's tokens, behind the wait, each lane 16 bytes of every other token.
+
+        Not as one bulk copy a token: a warp starts those one lane after the other, which cost every layer 0.35 µs.
+        """
         stage = i & 1
         place = i - i // rings.VALUES * rings.VALUES
         at = shared + self.input_notices + rings.NOTICE_BYTES * stage
-        token_full = shared + self.token_full + 8 * stage
-        value_full = shared + self.value_full + 8 * place
         length = ptx.load_shared(at + rings.LENGTH, Int32)
         h = ptx.load_shared(at + rings.HEAD, Int32)
         first = ptx.load_shared(at + rings.FIRST, Int32)
+        lanes = self.token_bytes // 16  # of a token
+        row = lane // lanes
+        byte = lane % lanes * 16
+        inner = Int64(h) * self.token_bytes + Int64(byte)
+        targets = [shared + (base + self.window_bytes * stage) for base in (self.queries, self.keys, self.gates)]
+        targets.append(shared + self.values + self.window_bytes * place)
         if i == 0:
             cute.arch.griddepcontrol_wait()
-        if lane == 0:
-            # Behind the wait: of an item without tokens this completes the barriers, and its history is compacted.
-            ptx.mbar_expect(token_full, length * (3 * self.token_bytes))
-            ptx.mbar_expect(value_full, length * self.token_bytes)
-        cute.arch.sync_warp()
-        t = lane & 7
-        which = lane >> 3
-        bases = (self.queries, self.keys, self.gates)
-        source, stride = tokens[3], token_strides[3]
-        target = shared + self.values + self.window_bytes * place
-        barrier = value_full
-        for kind in cutlass.range_constexpr(3):
-            mine = which == kind
-            source = ptx.select(mine, tokens[kind], source)
-            stride = ptx.select(mine, token_strides[kind], stride)
-            target = ptx.select(mine, shared + (bases[kind] + self.window_bytes * stage), target)
-            barrier = ptx.select(mine, token_full, barrier)
-        address = source + Int64(first + t) * stride + Int64(h) * self.token_bytes
-        if t < length:
-            ptx.bulk_load(target + t * self.token_bytes, address, Int32(self.token_bytes), barrier)
-
-    @cute.jit
-    def write_zeros(self, lane: Int32, out: Int64, out_stride: Int64, step):
-        """Warp 14: zeros for null rows, tokens beyond Q of a row, and tokens before the first or past the last row."""
-        indices, index_strides, (_, _, batch, total) = step
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        b = Int32(block)
-        while b < batch:
-            slot, _, _, first, last = self.row_facts(b, step)
-            if lane == 0:
-                self.count_errors(b, step)
-            token = ptx.select(slot > 0, first + self.q, first)
-            while token < last:
-                self.zero_token(lane, out + Int64(token) * out_stride)
-                token += 1
-            b += blocks
-        begin = ptx.load_global(indices[2], Int32)
-        begin = cutlass.min(cutlass.max(begin, 0), total)
-        token = Int32(block)
-        while token < begin:
-            self.zero_token(lane, out + Int64(token) * out_stride)
-            token += blocks
-        end = ptx.load_global(indices[2] + Int64(batch) * index_strides[2] * 4, Int32)
-        token = cutlass.min(cutlass.max(end, 0), total) + block
-        while token < total:
-            self.zero_token(lane, out + Int64(token) * out_stride)
-            token += blocks
-
-    @cute.jit
-    def count_errors(self, b: Int32, step):
-        """Count what row b's values had wrong, once a launch."""
-        indices, index_strides, (slots, rows, _, total) = step
-        slot = ptx.load_global(indices[0] + Int64(b) * index_strides[0] * 4, Int32)
-        self.count(indices[4], b, ErrorKind.SLOT, slot >= slots)
-        row = b
-        if indices[1] != 0:
-            row = ptx.load_global(indices[1] + Int64(b) * index_strides[1] * 4, Int32)
-        live = (slot > 0) & (slot < slots)
-        self.count(indices[4], b, ErrorKind.ROW, live & ((row < -1) | (row >= rows)))
-        if indices[3] != 0:
-            if live & (row >= 0) & (row < rows):
-                n = ptx.load_global(indices[3] + Int64(row) * index_strides[3] * 4, Int32)
-                self.count(indices[4], b, ErrorKind.PENDING, (n < 0) | (n > self.q))
-        first = ptx.load_global(indices[2] + Int64(b) * index_strides[2] * 4, Int32)
-        last = ptx.load_global(indices[2] + Int64(b + 1) * index_strides[2] * 4, Int32)
-        disordered = (first < 0) | (last < first) | (last > total) | (last - first > self.q)
-        self.count(indices[4], b, ErrorKind.QUERY_LEN, disordered)
-
-    @cute.jit
-    def count(self, errors: Int64, b: Int32, kind: cutlass.Constexpr[int], happened: cutlass.Boolean):
-        if happened:
-            before = ptx.fetch_add_global(errors + 4 * int(kind), Int32(1))
-            if before == 0:
-                ptx.store_global(errors + 4 * (NUM_KINDS + int(kind)), b)
-
-    @cute.jit
-    def zero_token(self, lane: Int32, address: Int64):
-        for start in cutlass.range_constexpr(0, self.heads * self.token_bytes, 32 * 16):
-            byte = start + lane * 16
-            if byte < self.heads * self.token_bytes:
-                ptx.store_global(address + Int64(byte), Int32(0), Int32(0), Int32(0), Int32(0))
+        for kind in cutlass.range_constexpr(4):
+            source = tokens[kind] + Int64(first + row) * token_strides[kind] + inner
+            target = targets[kind] + (row * self.token_bytes + byte)
+            for t in cutlass.range_constexpr(0, self.q, 32 // lanes):
+                if t + row < length:
+                    ptx.copy_async(target + t * self.token_bytes, source + Int64(t) * token_strides[kind])
+            if cutlass.const_expr(kind == 2):
+                ptx.copies_arrive(shared + self.token_full + 8 * stage)
+        # Behind the wait also of an item without tokens: its history is compacted then.
+        ptx.copies_arrive(shared + self.value_full + 8 * place)
 
 
 VerifyF32.kernel.set_name_prefix("graphrt_verify_f32", remove_cutlass_symbol=True, keep_mangled_name=False)

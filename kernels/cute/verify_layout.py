@@ -65,8 +65,9 @@ class VerifyLayout:
         bar, warps = self._barrier, tile.ARRIVING_LANES  # arrivals of one lane, or so many of each warp
         self.tile_full, self.tile_empty = bar(self.depth, 1), bar(self.depth, 1)
         self.tile_folded = bar(self.depth, 4 * warps)
-        self.record_full, self.token_full, self.input_empty = bar(INPUTS, 1), bar(INPUTS, 1), bar(INPUTS, 8 * warps)
-        self.correction_full, self.value_full = bar(VALUES, 1), bar(VALUES, 1)
+        self.record_full, self.input_empty = bar(INPUTS, 1), bar(INPUTS, 8 * warps)
+        self.token_full, self.value_full = bar(INPUTS, 32), bar(VALUES, 32)
+        self.correction_full = bar(VALUES, 1)
         self.value_empty = bar(VALUES, 9 * warps)
         self.replay_full, self.replay_empty = bar(STAGES, 4 * warps), bar(STAGES, 4 * warps)
         self.window_full, self.window_empty = bar(STAGES, 4 * warps), bar(STAGES, 8 * warps)

@@ -9,6 +9,7 @@ Shared memory and mbarriers are laid out in verify_layout.py. Numbers behind the
 """
 
 # A test of the trace and a test of the kernel do not melt into one `if`.
+# ruff: noqa: SIM102
 
 import cutlass
 import cutlass.cute as cute
@@ -196,8 +197,6 @@ class VerifyRoles(VerifyConv):
                 if (writes != 0) & (share == 0):
                     self.store_state(conv, conv_state, channels[0], length, taps[0], raw[0])
                     self.store_state(conv, conv_state, channels[1], length, taps[1], raw[1])
-                # The copy engine fills this place next, after keys that this thread stored there.
-                ptx.fence_async_shared()
             tile.warp_arrive(lane, shared + self.input_empty + 8 * stage)
             i += 1
             ptx.mbar_wait(shared + self.record_full + 8 * (i & 1), (i >> 1) & 1)

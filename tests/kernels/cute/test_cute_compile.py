@@ -34,13 +34,13 @@ def test_packed_arguments_are_those_of_the_dsl():
 
     facts = commit.fold_facts(2, 1, torch.bfloat16, torch.float32, torch.float32, False, False)
     compiled = commit.KERNELS.compile(facts, "sm_90a")
-    addresses, strides, limits = [2**45 + 17 * i for i in range(14)], [1, 3], [9, 8, 7, 6, 132]
+    addresses, strides, limits = [2**45 + 17 * i for i in range(15)], [1, 3], [9, 8, 7, 6, 132]
     typed = (tuple(map(Int64, addresses)), tuple(strides), tuple(limits), -5.0, 5)
     want, _ = compiled.execution_args.generate_execution_args(typed, {})
     got = commit.KERNELS.pack(*addresses, *strides, *limits, -5.0, 5)
     assert len(want) == len(got)
     for i, (a, b) in enumerate(zip(want, got, strict=True)):
-        size = 8 if i < 14 else 4
+        size = 8 if i < 15 else 4
         if i < len(got) - 1:
             assert ctypes.string_at(a.value, size) == ctypes.string_at(b.value, size), i
 

@@ -189,17 +189,18 @@ def test_dependents_are_released_right_after_a_wait(ptx):
 
 
 def test_tokens_are_loaded_behind_the_loaders_wait(ptx):
-    """Of the bulk loads only state (two halves) and records (two) stand in front of the loader's own wait."""
+    """Bulk loads of state (two halves) and records (two) stand in front of the loader's own wait, no copy does."""
     waits = places(ptx, r"griddepcontrol\.wait")
     assert len(waits) == 3
-    loads = places(ptx, r"cp\.async\.bulk\.shared::cluster\.global")
-    assert sum(load < waits[1] for load in loads) == 4
-    assert sum(waits[1] < load < waits[2] for load in loads) == 1 and len(loads) == 5
+    loads, copies = places(ptx, r"cp\.async\.bulk\.shared::cluster\.global"), places(ptx, r"cp\.async\.cg\.shared")
+    assert len(loads) == 4 and max(loads) < waits[1]
+    assert len(copies) == 4 * 2, "of q, k, gates and v, four tokens each, two at a time"
+    assert waits[1] < min(copies) and max(copies) < waits[2]
 
 
 def test_no_item_is_complete_before_the_loaders_wait(ptx):
-    """An item without tokens expects no bytes: its barriers would complete, and its history be moved, too early."""
+    """Of an item without tokens the lanes have nothing to wait for: its history would be moved too early."""
     waits = places(ptx, r"griddepcontrol\.wait")
-    expected = places(ptx, r"mbarrier\.arrive\.expect_tx")
-    assert sum(at < waits[1] for at in expected) == 3, "state, record and correction"
-    assert sum(waits[1] < at < waits[2] for at in expected) == 2 and len(expected) == 5, "tokens and values"
+    expected, landed = (places(ptx, rf"mbarrier\.arrive\.{kind}") for kind in (r"expect_tx", r"noinc"))
+    assert len(expected) == 3 and max(expected) < waits[1], "state, record and correction"
+    assert len(landed) == 2 and waits[1] < min(landed) and max(landed) < waits[2], "tokens and values"
