@@ -37,7 +37,7 @@ def weights_fingerprint(context: KDARecoverSSMCommitContext, weights: str = "") 
     check_kind("context", context, KDARecoverSSMCommitContext)
     check_kind("weights", weights, str)
     bound = None if context.lower_bound is None else float(context.lower_bound)
-    digest = hashlib.sha256(f"{weights}\n{bound}\n".encode())
+    digest = hashlib.sha256(f"{weights}\n{bound}\n".encode(errors="surrogatepass"))
     for parameter in (*context.stack.A_logs, *context.stack.dt_biases):
         digest.update(str(parameter.dtype).encode())
         digest.update(_bytes(parameter))
@@ -193,7 +193,7 @@ def _metadata(path: Path, saved: dict[str, str]) -> tuple[dict[str, Any], str, l
         sizes, slots, contents = (json.loads(saved[name]) for name in ("sizes", "slots", "ledger"))
         contents = {**contents, "requests": dict(map(tuple, contents["requests"]))}
         fingerprint = saved["weights"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         _refuse_damaged(path, repr(error))
     if not isinstance(sizes, dict) or not isinstance(slots, list):
         _refuse_damaged(path, "sizes or slots of another kind")

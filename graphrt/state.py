@@ -165,7 +165,11 @@ class StateAccess:
                     pool[target].copy_(pool[source])
 
     def zero_state(self, slot: int) -> None:
-        """The state of a request without tokens: zero checkpoint, zero convolution history. In stream order."""
+        """The state of a request without tokens: zero checkpoint, zero convolution history. In stream order.
+
+        For a request whose record row has nothing pending, as `RecordSlots.admit` gives it: what is pending stays so,
+        and would be folded into the zeros.
+        """
         self._check_slot("slot", slot)
         with _writing():
             for tensors in self.persistent.values():

@@ -266,7 +266,7 @@ def graphrt_stage_align_slots_kernel(
     o_r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = o_r < num_requests
     computed = tl.load(computed_ptr + o_r * computed_stride, mask=mask, other=0)
-    column = tl.maximum(computed - 1, 0) // block_size
+    column = (tl.maximum(computed, 1) - 1) // block_size
     inside = mask & (column < width)
     block = tl.load(table_ptr + o_r.to(tl.int64) * table_stride + column * column_stride, mask=inside, other=0)
     tl.store(out_ptr + o_r * out_stride, block, mask=mask)

@@ -247,6 +247,24 @@ def test_an_eager_row_with_a_null_destination_keeps_its_count(backend_device):
     request.truth.assert_state(pool, 5)
 
 
+def test_a_step_whose_block_was_missing_is_committed_again(backend_device):
+    """Once the block is there the same commit folds what was kept; the published block it started from stays."""
+    pool = Pool(backend_device, backend_device.shape(layers=2, heads=1))
+    request = begin(pool, 2, [5, 0], 16, 16)
+    kept = [t.clone() for layer in range(2) for t in pool.state(5, layer)]
+    batch = Batch(pool, [Row(5, 2, 4)])
+    align = metadata(pool, [request], 16)
+    eager = align_eager_mask(align["num_computed_tokens"], batch.query_start_loc, 16)
+    check_step(batch, verify(batch), {0: request.truth}, [3])
+    commit(batch, [3], eager=eager, **align)
+    assert pool.pending[2] == 3 and set(pool.errors()) == {"eager_null"}
+    commit(batch, [3], eager=eager, **align | {"block_table": pool.int32([5, 6])[None]})
+    assert pool.pending[2] == 0
+    request.truth.assert_state(pool, 6)
+    for then, now in zip(kept, (t for layer in range(2) for t in pool.state(5, layer)), strict=True):
+        assert same_bytes(then, now)
+
+
 def test_an_exact_landing_needs_no_next_block(backend_device):
     """A window that ends on a boundary is folded where the next column is null or stale."""
     for following in (0, 1 << 30, -4):

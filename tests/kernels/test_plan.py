@@ -122,3 +122,21 @@ def test_the_first_row_is_the_lowest_that_the_first_program_saw(device):
     commit()
     assert (errors[ErrorKind.ACCEPTED], errors[ErrorKind.SLOT]) == (7, 2)
     assert errors[NUM_KINDS + ErrorKind.ACCEPTED] == first
+
+
+@ON_DEVICES
+@pytest.mark.parametrize("size", [WINDOW, 16, 2**31 - 1])
+def test_any_number_of_computed_tokens_leads_to_the_same_block(device, size):
+    """The ends of int32 as well: a negative number is that of a request without tokens."""
+    ends = [-(2**31), 1 - 2**31, -1, 0, 1, WINDOW, WINDOW + 1, 17, 2**31 - 2, 2**31 - 1]
+    computed = torch.tensor(ends, dtype=torch.int32, device=device)
+    table = integers(1, SLOTS, len(ends), 3).to(device)
+    starts = torch.arange(len(ends) + 1, dtype=torch.int32, device=device) * WINDOW
+    found = []
+    for name in ("torch", "triton"):
+        slots, mask = torch.full_like(computed, -9), torch.full_like(computed, 9, dtype=torch.uint8)
+        backends.load(name).align_state_indices(table, computed, size, slots)
+        backends.load(name).align_eager_mask(computed, starts, size, None, mask)
+        found.append((slots.tolist(), mask.tolist()))
+    assert found[0] == found[1]
+    assert found[0][0][:4] == table[:4, 0].tolist()
