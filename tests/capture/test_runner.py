@@ -564,8 +564,10 @@ def test_counts_of_another_ledger_are_refused(device):
 
 
 @pytest.mark.gpu
-def test_the_forecast_is_what_the_graphs_take():
+def test_the_forecast_is_what_the_graphs_take(monkeypatch):
     """B97: within a tenth of the measured growth; eight sizes in one pool take at most 1.2 times the largest."""
+    # Of this process alone: others on the card come and go.
+    monkeypatch.setattr(sizes_module, "_free_bytes", lambda device: -torch.cuda.memory_reserved(device))
     buffer = torch.zeros(64, 1 << 20, device="cuda")
 
     def work(n):
