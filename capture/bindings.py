@@ -109,9 +109,14 @@ class Bindings:
                 )
         if self._named is None:
             return
-        now = self._named()
+        try:
+            now = self._named()
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            raise CaptureError(f"replay of {name!r}: its static tensors are gone ({what}); record again") from error
         for tensor_name, place in self._places.items():
-            if tensor_name not in now or now[tensor_name].data_ptr() != place:
+            t = now.get(tensor_name)
+            if not isinstance(t, Tensor) or t.data_ptr() != place:
                 raise CaptureError(
                     f"replay of {name!r}: static tensor {tensor_name!r} is not the one that was recorded; {_FIX}"
                 )

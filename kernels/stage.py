@@ -216,7 +216,8 @@ def graphrt_stage_advance_kernel(
     accepted = tl.load(accepted_ptr + o_b * accepted_stride, mask=ran, other=0)
     span = tl.minimum(tl.maximum(end.to(tl.int64) - begin, 0), Q).to(tl.int32)
     accepted = tl.minimum(tl.maximum(accepted, 0), span)
-    computed = tl.load(computed_ptr + o_b, mask=ran, other=0) + accepted
+    # In 64 bits, where a count past the end of 32 leads past the table and not in front of it.
+    computed = tl.load(computed_ptr + o_b, mask=ran, other=0).to(tl.int64) + accepted
     finished = tl.load(finished_ptr + o_b * finished_stride, mask=o_b < batch * has_finished, other=0) != 0
     keep = (slot > 0) & (row >= 0) & (finished == 0)
 

@@ -28,7 +28,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from outputs import output_file
+from arguments import output_file
 from rich.console import Console
 from rich.table import Table
 
@@ -198,8 +198,7 @@ def main() -> int:
     parser.add_argument("--json", type=output_file, help="append the results, one JSON object a line")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("bench_host: needs a CUDA device", file=sys.stderr)
-        return 1
+        parser.error("it needs a CUDA device, and torch finds none")
     name = torch.cuda.get_device_name()
     runners = {rows: make_runner(rows) for rows in args.rows}
     cases = [Case(form, rows, runner) for rows, runner in runners.items() for form in FORMS]

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from timeit import repeat
 
 import torch
-from outputs import output_file
+from arguments import output_file
 
 from graphrt import profiling
 from graphrt.capture import record

@@ -33,7 +33,7 @@ from pathlib import Path
 
 import torch
 import triton
-from outputs import output_file, plot_file
+from arguments import device_option, output_file, plot_file
 from peer_steps import MAIN, Model, Step, agreeing, steps_of
 from peers import peers
 
@@ -225,7 +225,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, help="wheel; downloaded without it")
     parser.add_argument("--fla", type=Path, help="wheel; downloaded without it")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", type=device_option, default="cuda")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--window", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--backend", nargs="+", default=["fp32_deferred", "triton"], help="of graphrt, FP32")

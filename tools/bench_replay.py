@@ -14,7 +14,7 @@ from statistics import median
 from time import perf_counter
 
 import torch
-from outputs import output_file, plot_file
+from arguments import device_option, output_file, plot_file
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -75,7 +75,7 @@ def plot(results: dict, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device_option, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--query-len", type=int, default=8)

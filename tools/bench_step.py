@@ -34,7 +34,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-from outputs import output_file, plot_file
+from arguments import output_file, plot_file
 
 from graphrt.choice import StepShape, first_deferred, load_table
 
@@ -165,6 +165,8 @@ def main():
     parser.add_argument("--choose", type=output_file, help="table in which this device and shape get their entry")
     parser.add_argument("--from", dest="kept", type=Path, help="measure nothing: take these results of --json")
     args = parser.parse_args()
+    if not args.kept and not torch.cuda.is_available():
+        parser.error("it needs a CUDA device, and torch finds none")
     results = json.loads(args.kept.read_text(encoding="utf-8")) if args.kept else measure_all(args)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1), encoding="utf-8")

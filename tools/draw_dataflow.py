@@ -7,7 +7,7 @@ import argparse
 from itertools import pairwise
 from pathlib import Path
 
-from outputs import output_file
+from arguments import output_file
 from svg import Picture
 
 WIDTH, HEIGHT = 900, 524

@@ -13,7 +13,7 @@ import math
 import sys
 from pathlib import Path
 
-from outputs import output_file
+from arguments import output_file
 from svg import Picture
 
 from graphrt.trace import PHASES, Slice, load_trace, rows_of, slices_of, steps_of

@@ -18,14 +18,14 @@ import json
 from dataclasses import asdict
 
 import torch
-from outputs import output_file
+from arguments import device_option, output_file
 from replay_traffic import LongReplay
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device_option, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--block-size", type=int, help="align mode with blocks of so many tokens")

@@ -17,7 +17,7 @@ import argparse
 import json
 
 import torch
-from outputs import output_file
+from arguments import device_option, output_file
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -99,7 +99,7 @@ def measure(backend: str, kind: str, device: str) -> dict[str, float]:
 def main() -> None:
     """Measure, print, keep."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device_option, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=output_file, help="write the table here")
     args = parser.parse_args()
     name = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"

@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 
 import torch
-from outputs import output_file
+from arguments import device_option, output_file
 from peer_followers import (
     Crossed,
     Deferred,
@@ -206,7 +206,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, help="wheel; downloaded without it")
     parser.add_argument("--fla", type=Path, help="wheel; downloaded without it")
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", type=device_option, default="cuda")
     parser.add_argument("--backend", default="auto", help="of graphrt")
     parser.add_argument("--state", choices=DTYPES, default="float32", help="dtype of the checkpoints")
     parser.add_argument("--act", choices=["bfloat16", "float16"], default="bfloat16", help="dtype of activations")

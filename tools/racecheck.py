@@ -12,6 +12,7 @@ a lane that does not arrive itself. And twice over the smallest kernel that hand
 
 import argparse
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -47,6 +48,8 @@ def main() -> int:
     parser.add_argument("--logs", type=Path, default=Path("racecheck-logs"))
     parser.add_argument("--run", nargs=2, metavar=("WHAT", "LANES"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if shutil.which("compute-sanitizer") is None:
+        parser.error("it needs compute-sanitizer, which comes with the CUDA toolkit, on the path")
     if args.run:
         run_cases(args.run[0], int(args.run[1]))
         return 0

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 
 import sanitizer_cases
-from outputs import output_file
+from arguments import output_file
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from outputs import output_file
+from arguments import device_option, output_file
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -130,7 +130,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300, help="steps to run, unless --seconds is given")
     parser.add_argument("--seconds", type=float, help="run for so long instead")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", type=device_option, default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--backend", choices=["auto", FP32_DEFERRED, "triton", "torch"], default="auto")
     parser.add_argument("--rows", type=int, default=6, help="most rows of a step")
     parser.add_argument("--layers", type=int, default=2)

@@ -59,10 +59,10 @@ def bench(
         with TemporaryDirectory() as folder:
             figures, missed = _measured(Path(folder) if out is None else out, names, quick)
     notes = [f"left out {name}, {BENCHES[name].about}: {why}" for name, why in missed.items()]
-    if not figures:
-        raise refusal("; ".join(notes) or f"no results of benches in {earlier}")
     if out is not None:
         notes.append(f"results, logs and plots: {out}")
+    if not figures:
+        raise refusal("\n".join(notes) or f"no results of benches in {earlier}")
     show([_table(figures), *notes], json_file)
     write_json({"figures": [figure._asdict() for figure in figures], "notes": notes}, json_file)
     if names and missed:

@@ -79,7 +79,7 @@ class Bench:
         (out / f"{self.name}.log").write_text(done.stdout + done.stderr, encoding="utf-8")
         if done.returncode != 0:
             last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-            raise RuntimeError(f"{self.tool} failed: {''.join(last)} (all of it in {out / self.name}.log)")
+            raise RuntimeError(f"{self.tool} failed: {''.join(last)}")
 
     def figures(self, out: Path) -> list[Figure]:
         """What lies in folder `out` of an earlier run.

@@ -59,6 +59,9 @@ _OPTIONS = {
 }
 
 
+NO_ROOM = "take fewer rows or layers; `graphrt plan` says what a shape needs"
+
+
 @contextmanager
 def user_errors() -> Iterator[None]:
     """What a user can put right comes as one sentence that names the option, without a traceback.
@@ -83,8 +86,7 @@ def user_errors() -> Iterator[None]:
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         told = str(error).partition("DefaultCPUAllocator: ")[2] or str(error)
-        advice = "take fewer rows or layers; `graphrt plan` says what a shape needs"
-        raise refusal(f"{told.partition('. ')[0]}: {advice}") from error
+        raise refusal(f"{told.partition('. ')[0]}: {NO_ROOM}") from error
 
 
 def option_error(option: str, text: str) -> typer.BadParameter:

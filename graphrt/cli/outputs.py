@@ -10,6 +10,8 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from .common import refusal
+
 STDOUT = Path("-")
 
 
@@ -87,7 +89,7 @@ def write(text: str, target: Path | None) -> None:
     """Write a result where an option asked for it.
 
     Raises:
-        typer.BadParameter: if the file cannot be written, although it could before.
+        typer.Exit: with status 1 behind a sentence, if the file cannot be written, although it could before.
     """
     if target == STDOUT:
         typer.echo(text, nl=False)
@@ -95,7 +97,7 @@ def write(text: str, target: Path | None) -> None:
         try:
             target.write_text(text, encoding="utf-8")
         except OSError as error:
-            raise typer.BadParameter(f"cannot write {target}: {error.strerror}") from error
+            raise refusal(f"cannot write {target}: {error.strerror}") from error
 
 
 def write_json(value: Any, target: Path | None) -> None:

@@ -1,5 +1,6 @@
 """The options that describe a model and how it is served; those of a synthetic step as one object."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from enum import StrEnum
@@ -9,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .common import Backend, BackendOption, Device, DeviceOption, torch_device
+from .common import NO_ROOM, Backend, BackendOption, Device, DeviceOption, in_bytes, refusal, torch_device
 
 if TYPE_CHECKING:
     import torch
 
-    from graphrt.workload import Workload
+    from graphrt.workload import Sizes, Workload
 
 
 class Preset(StrEnum):
@@ -101,6 +102,10 @@ class StepOptions:
 
         Args:
             accepted: tokens that every row accepts; half of the window if None.
+
+        Raises:
+            ValueError: for a size that does not fit.
+            typer.Exit: with status 1 behind a sentence, if the device has no room for it.
         """
         from graphrt.footprint import PRESETS
         from graphrt.workload import Sizes, Workload
@@ -119,8 +124,27 @@ class StepOptions:
             conv_width=model.conv_width,
             gate_lower_bound=model.gate_lower_bound,
         )
+        _check_room(sizes, place)
         commit = None if self.commit is CommitKind.AUTO else self.commit.value
         return Workload(sizes, place, backend=self.backend.value, commit=commit)
+
+
+def _check_room(sizes: "Sizes", device: "torch.device") -> None:
+    """Before anything is allocated: a CPU without room would stop the process, or others, without a word."""
+    import torch
+
+    from graphrt.footprint import Model, Service, footprint
+
+    model = Model("step", sizes.layers, sizes.heads, sizes.head_dim, sizes.conv_width, sizes.gate_lower_bound)
+    batch = sizes.batch
+    service = Service(sizes.spec_query_len, batch, batch + 1, sizes.checkpoint_dtype, sizes.dtype)
+    needed = footprint(model, service).total
+    if device.type == "cuda":
+        room = torch.cuda.mem_get_info(device)[0]
+    else:
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > room:
+        raise refusal(f"the step needs {in_bytes(needed)}, and {device} has {in_bytes(room)}: {NO_ROOM}")
 
 
 def with_step_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -48,6 +48,21 @@ def test_a_replaced_buffer_is_detected_through_its_owner():
         recording.replay()
 
 
+def test_an_owner_whose_buffers_are_gone_is_detected():
+    """An engine that went to sleep has None where its pools were: no error of Python's own, and nothing runs (B76)."""
+    inputs = Inputs(torch.zeros(3), [])
+    total = torch.zeros(3)
+    recording = record(lambda: total.add_(1), device="cpu", warmup=0, check=True, tensors=lambda: vars_of(inputs))
+    for gone in (None, [1.0]):
+        inputs.slots = gone
+        with pytest.raises(CaptureError, match=r"static tensor 'slots' is not the one that was recorded"):
+            recording.replay()
+    del inputs.slots
+    with pytest.raises(CaptureError, match=r"its static tensors are gone \(AttributeError: .*slots"):
+        recording.replay()
+    assert not total.any()
+
+
 def vars_of(inputs):
     return {"slots": inputs.slots}
 

@@ -1,6 +1,7 @@
 """`graphrt graph`: the chain of a recorded step."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -84,6 +85,15 @@ def of_the_gpu(*_, **__):
 def of_the_cpu(*_, **__):
     # More than addresses of 64 bits are used for.
     torch.empty(2**58)
+
+
+def test_a_step_without_room_is_refused_before_anything_is_allocated(monkeypatch):
+    """What it needs, what there is, and what to do."""
+    monkeypatch.setattr(workload.Workload, "__init__", lambda *_, **__: pytest.fail("allocated"))
+    result = run("-L", "100", "-H", "64", "--head-dim", "1024", "-B", "4096")
+    assert result.exit_code == 1 and "fewer rows or layers" in result.output and "Traceback" not in result.output
+    checkpoints = 100 * 4097 * 64 * 1024 * 1024 * 4 / 2**30
+    assert 1 < float(re.search(r"needs ([\d,.]+) GiB", result.output)[1].replace(",", "")) / checkpoints < 1.02
 
 
 @pytest.mark.parametrize("allocate", [of_the_gpu, of_the_cpu])

@@ -92,3 +92,11 @@ def test_each_output_alone_has_standard_output_for_itself(tmp_path):
     trace = run("profile", *SMALL, "--steps", "1", "--torch", "-", "--json", str(file))
     assert json.loads(trace.stdout)["traceEvents"] and json.loads(file.read_text())["trace"] == "-"
     assert not Path("-").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
+def test_a_file_that_fills_up_in_the_end_is_one_sentence():
+    """Not the user's fault: exit status 1."""
+    result = run("plan", "--json", "/dev/full")
+    assert result.exit_code == 1 and "error: cannot write /dev/full" in words(result)
+    assert "Traceback" not in result.output

@@ -168,6 +168,24 @@ def test_a_row_without_a_block_is_retired():
 
 
 @ON_DEVICES
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_a_row_that_leaves_int32_is_retired_and_counted(device, name):
+    """Its computed count would wrap to a column in front of the table, whose block does not hold its state."""
+    rows = cut_rows(allocate_rows(2, 2, torch.device(device))[1], 2)
+    _, following = allocate_rows(2, 2, torch.device(device))
+    rows.state_indices.copy_(torch.tensor([5, 6]))
+    rows.record_rows.copy_(torch.tensor([0, 1]))
+    rows.query_start_loc.copy_(torch.tensor([0, 4, 8]))
+    rows.num_computed_tokens.copy_(torch.tensor([2**31 - 2, 0]))
+    rows.block_table.copy_(torch.tensor([[4, 5], [6, 7]]))
+    reset_errors(device)
+    three = torch.tensor([3, 3], dtype=torch.int32, device=device)
+    backends.load(name).advance(Advance(rows, following, three, three, None, 4, 10, 16), error_counter(device))
+    assert following.record_rows.tolist() == [-1, 1] and following.state_indices.tolist() == [0, 6]
+    assert error_counts(device)["column"] == 1
+
+
+@ON_DEVICES
 def test_offsets_and_counts_at_the_ends_of_int32_do_not_wrap(device):
     """A span of more than 2^31 tokens is a full window, not none; the least computed count is none."""
     least, most = -(2**31), 2**31 - 1

@@ -1,6 +1,7 @@
-"""Where tools write: tried when the command line is read."""
+"""What tools refuse on the command line, before they work."""
 
 import ast
+import importlib
 import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
@@ -9,8 +10,8 @@ import pytest
 
 TOOLS = Path(__file__).parents[2] / "tools"
 sys.path.insert(0, str(TOOLS))
+import arguments  # noqa: E402
 import bench_nvtx  # noqa: E402
-import outputs  # noqa: E402
 
 WRITTEN = {"--json", "--csv", "--plot", "--choose", "--out"}
 
@@ -47,10 +48,32 @@ def test_a_tool_refuses_a_path_that_it_could_not_write(monkeypatch, capsys, tmp_
 
 def test_a_plot_without_matplotlib_is_refused_first(monkeypatch, tmp_path):
     """Not after minutes, when it is to be drawn."""
-    monkeypatch.setattr(outputs, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments, "find_spec", lambda name: None)
     with pytest.raises(ArgumentTypeError, match="matplotlib"):
-        outputs.plot_file(str(tmp_path / "x.png"))
-    monkeypatch.setattr(outputs, "find_spec", lambda name: object())
-    assert outputs.plot_file(str(tmp_path / "x.png")) == tmp_path / "x.png"
+        arguments.plot_file(str(tmp_path / "x.png"))
+    monkeypatch.setattr(arguments, "find_spec", lambda name: object())
+    assert arguments.plot_file(str(tmp_path / "x.png")) == tmp_path / "x.png"
     with pytest.raises(ArgumentTypeError, match="it is a folder"):
-        outputs.plot_file(str(tmp_path))
+        arguments.plot_file(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("tool", "words", "why"),
+    [
+        ("bench_step", [], "needs a CUDA device"),
+        ("bench_host", [], "needs a CUDA device"),
+        ("bench_peers", [], "argument --device: expected a device of this machine"),
+        ("peer_check", [], "argument --device: expected a device of this machine"),
+        ("soak", ["--device", "gpu"], "argument --device: expected a device, such as 'cpu' or 'cuda', got 'gpu'"),
+        ("racecheck", [], "compute-sanitizer"),
+    ],
+)
+def test_a_tool_says_what_this_machine_lacks(tool, words, why, monkeypatch, capsys):
+    """In a sentence, exit status 2, without a traceback."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(sys, "argv", [tool, *words])
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(tool).main()
+    assert stopped.value.code == 2 and why in capsys.readouterr().err
