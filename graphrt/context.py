@@ -23,7 +23,7 @@ from .checks import (
     fail,
 )
 from .errors import error_counter
-from .launch import launch
+from .launch import execution, launch
 from .layers import KDALayerLike, LayerStack
 from .sentinels import FP32_DEFERRED
 from .state import StateAccess
@@ -351,6 +351,41 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
             conv_width=conv_width,
             check=check,
         )
+
+
+@dataclass
+class KDARecoverSSMDeferred:
+    """One step's deferred commit, as a metadata build hands it to the verify and to whoever flushes.
+
+    record_rows    [>= B] int32: record row of each row, -1 for none
+    pending        [R] int32, by record row
+    eager          [B] bool or uint8: rows committed now (align mode: near a block boundary); None for no row
+    context        whose layers are folded
+    state_indices  [B] int32: state slot of each row
+    flushed        whether `flush` has run
+    owners         whom the rows were staged for; without it they are taken as they are
+    """
+
+    record_rows: Tensor
+    pending: Tensor
+    eager: Tensor | None
+    context: KDARecoverSSMCommitContext = field(repr=False, compare=False)
+    state_indices: Tensor = field(repr=False, compare=False)
+    flushed: bool = False
+    owners: Owners | None = field(default=None, repr=False, compare=False)
+
+    _flushed_in: object = field(default=None, init=False, repr=False, compare=False)
+
+    def flush(self) -> None:
+        """Fold the step's pending records before a verify that does not replay them; at most once per step object.
+
+        A recording takes the flush although a warm-up has run it, for each replay is a step of its own.
+        """
+        here = execution()
+        if self.flushed and self._flushed_in in (None, here):
+            return
+        self.context.flush(self.state_indices, self.record_rows, self.pending, self.owners)
+        self.flushed, self._flushed_in = True, here
 
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:

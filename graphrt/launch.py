@@ -24,6 +24,7 @@ class Recorder(Protocol):
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("graphrt_recorder", default=None)
+_recording: ContextVar[object] = ContextVar("graphrt_recording", default=None)
 
 
 def launch(name: str, run: Callable[..., None], *args: Any) -> None:
@@ -31,9 +32,9 @@ def launch(name: str, run: Callable[..., None], *args: Any) -> None:
 
     `run` returns nothing: what it produces, it writes into tensors among `args`.
     """
-    taker = _recorder.get()
-    if taker is not None:
-        taker.launch(name, run, args)
+    recorder = _recorder.get()
+    if recorder is not None:
+        recorder.launch(name, run, args)
     elif profiling.ranges is None:
         run(*args)
     else:
@@ -41,23 +42,24 @@ def launch(name: str, run: Callable[..., None], *args: Any) -> None:
             run(*args)
 
 
-def recorder() -> Recorder | None:
-    """Who gets the launches of this thread, whatever it does with them; None while they simply run."""
-    return _recorder.get()
-
-
 def is_recording() -> bool:
-    """True while a recording gets the launches of this thread."""
-    return recorder() is not None
+    """True while a recording gets the launches of this thread, whatever it does with them."""
+    return _recorder.get() is not None
+
+
+def execution() -> tuple[object, bool]:
+    """Where launches go from here, to compare: at once to the device, or into this recording or capture."""
+    return _recording.get(), profiling.is_capturing()
 
 
 @contextmanager
-def record_into(taker: Recorder) -> Iterator[None]:
-    """Send every launch of this thread to `taker` for the length of the block."""
-    token = _recorder.set(taker)
+def record_into(recorder: Recorder) -> Iterator[None]:
+    """Send every launch of this thread to `recorder` for the length of the block."""
+    token, recording = _recorder.set(recorder), _recording.set(object())
     try:
         yield
     finally:
+        _recording.reset(recording)
         _recorder.reset(token)
 
 

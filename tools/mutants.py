@@ -350,9 +350,9 @@ MUTANTS = (
     ),
     Mutant(
         "a step object flushes twice",
-        "graphrt/deferred.py",
-        "self.flushed, self._recorder = True,",
-        "self.flushed, self._recorder = False,",
+        "graphrt/context.py",
+        "self.flushed, self._flushed_in = True, here",
+        "self.flushed, self._flushed_in = False, here",
         ("tests/test_flush_drain.py", "tests/test_traces.py"),
     ),
     Mutant(

@@ -53,51 +53,6 @@ def test_a_new_request_with_a_full_window_decodes_from_its_own_zero_state(device
         assert toy.text[b, : toy.target[b]].tolist() == reference.decode_one_by_one(b + 1, prompt, new_tokens)
 
 
-def test_no_flag_of_a_step_object_decides_what_a_replay_folds(device):
-    """B08: made before a recording, one that its warm-up has flushed would be left out of the graph; that is an error.
-
-    Made inside, it is recorded once, however many layers ask, and every replay folds.
-    """
-    engine = Engine(device)
-    slots, rows = int32([0, 0], device), int32([1, 2], device)
-
-    def step_object():
-        return KDARecoverSSMDeferred(rows, engine.pending, None, engine.context, slots)
-
-    def flushing(step):
-        for _ in engine.layers:
-            step.flush()
-
-    outside = step_object()
-    with pytest.raises(CaptureError, match="flushed before, outside of this recording"):
-        record(lambda: flushing(outside), device=device)
-    recording = record(lambda: flushing(step_object()), device=device)
-    recorded = step_object()
-    record(lambda: flushing(recorded), device=device, warmup=0)
-    with pytest.raises(RuntimeError, match="flushed before, inside a recording"):
-        recorded.flush()
-    with pytest.raises(CaptureError, match="flushed before"):
-        record(lambda: flushing(recorded), device=device, warmup=0)
-
-    random_step = Batch(random.Random(4), engine, 2, least_rows=2, tokens=WINDOW)
-    random_step.record_rows, random_step.state_indices = [1, 2], [3, 4]
-    random_step.verify(engine, engine.window_inputs(random.Random(5)))
-    engine.pending[1:3] = 2
-    slots.copy_(int32([3, 4], device))
-    before = engine.state()
-    engine.context.flush(slots, rows, engine.pending)
-    once = engine.state()
-    engine.context.flush(slots, rows, engine.pending)
-    twice = engine.state()
-    for layer in range(len(engine.layers)):
-        for cache, name in zip(engine.layers[layer].kv_cache, ("conv", "checkpoint"), strict=True):
-            cache.copy_(before[f"{name} {layer}"])
-    recording.replay()
-    assert_same(engine.state(), once, "one replay")
-    recording.replay()
-    assert_same(engine.state(), twice, "two replays")
-
-
 def test_a_live_record_row_over_the_null_slot_changes_nothing(device):
     """B17: block 0 with a real record row changes nothing, and checked mode names it; record row 0 is as others."""
     engine, rng = Engine(device), random.Random(1)
@@ -126,6 +81,59 @@ def test_a_live_record_row_over_the_null_slot_changes_nothing(device):
     runner.inputs.stage(**batch.host())
     with pytest.raises(ValueError, match=r"^state_indices, row 1: expected a live slot, since its record row is 3"):
         runner.commit(2)
+
+
+def flushes_at_every_replay(device, capture):
+    """Whether a step object that a warm-up flushed is flushed by each replay too; `capture` gives the replay."""
+    engine, twin, rng = Engine(device), Engine(device), random.Random(5)
+    inputs = StepInputs(6, WINDOW, device)
+    rows = inputs.rows(3)
+    step = KDARecoverSSMDeferred(rows.record_rows, engine.pending, None, engine.context, rows.state_indices)
+
+    def work():
+        step.flush()
+        step.flush()
+
+    replay = capture(work)
+    for _ in range(3):
+        batch = Batch(rng, engine, 3, least_rows=3)
+        x = engine.window_inputs(rng)
+        for one in (engine, twin):
+            one.pending.zero_()
+            batch.verify(one, x)
+            one.pending.copy_(int32([2, 1, 3, 0, 2, 1], device))
+        inputs.stage(**batch.host())
+        replay()
+        twin.context.flush(int32(batch.state_indices, device), int32(batch.record_rows, device), twin.pending)
+        assert_same(engine.state(), twin.state(), "after a replay")
+
+
+def test_a_step_object_of_the_warmup_is_flushed_by_every_replay(device):
+    """B01: that a step was flushed is a flag of Python's, set in the warm-up; the recording has its flush, and one."""
+    recordings = []
+
+    def capture(work):
+        recordings.append(record(work, device=device))
+        return recordings[0].replay
+
+    flushes_at_every_replay(device, capture)
+    if device.type == "cpu":
+        assert [node.name for node in recordings[0].nodes] == ["graphrt.flush"]
+
+
+@pytest.mark.gpu
+def test_a_step_object_is_flushed_in_a_graph_that_somebody_else_captures():
+    """As in a recording of ours, for an engine that captures by itself (B01)."""
+
+    def capture(work):
+        work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
+
+    flushes_at_every_replay(torch.device("cuda", 0), capture)
 
 
 def test_counts_go_by_record_row_while_batch_rows_move(device):
