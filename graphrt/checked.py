@@ -7,7 +7,6 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -15,6 +14,7 @@ from .checks import check_flag, fail
 from .environment import CHECK
 from .launch import is_recording
 from .layers import LayerStack
+from .profiling import is_capturing
 from .steps import Commit, Geometry, Owners, Rows, Staged, StageSources
 
 
@@ -38,7 +38,7 @@ def enabled(check: bool | None) -> bool:
     wanted = CHECK.is_on() if check is None else check
     if not wanted or is_recording():
         return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return not is_capturing()
 
 
 def row_values(rows: Rows, num_tokens: int, num_slots: int, num_rows: int) -> None:

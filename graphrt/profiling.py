@@ -122,7 +122,7 @@ def annotated(category: str, message: str, work: Work = NO_WORK) -> AbstractCont
         category: one of CATEGORIES. message: the same few texts for ever, for each is registered once.
         work: the payload.
     """
-    if ranges is None or _is_capturing():
+    if ranges is None or is_capturing():
         return _OFF
     return ranges.range(category, message, work)
 
@@ -166,7 +166,8 @@ def commit_work(batch: int, deferred: bool, chosen_on_device: bool) -> Work:
     return Work(batch) if chosen_on_device else Work(batch, batch, 0)
 
 
-def _is_capturing() -> bool:
+def is_capturing() -> bool:
+    """True while the current stream captures a CUDA graph, whoever began it."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

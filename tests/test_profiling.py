@@ -126,7 +126,7 @@ def test_a_range_closes_when_its_block_raises(domain):
 
 def test_no_range_is_made_while_a_stream_captures(domain, monkeypatch):
     """Also in a capture that somebody else began: the host range would belong to no replay."""
-    monkeypatch.setattr(profiling, "_is_capturing", lambda: True)
+    monkeypatch.setattr(profiling, "is_capturing", lambda: True)
     with profiling.annotated("replay", "a"), profiling.annotated_launch("graphrt.commit", ()):
         pass
     assert domain.events == []
