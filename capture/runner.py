@@ -240,6 +240,7 @@ class CommitRunner:
         if num_reqs == 0:
             return None
         rows, stack = self.inputs.rows(num_reqs), self.context.stack
+        checked.whole_step(self.inputs.rows(self.inputs.max_num_reqs), num_reqs)
         if mode != "commit":
             owners = self.inputs.owners(num_reqs)
             checked.flush_values(rows.state_indices, rows.record_rows, self.pending, owners, stack)

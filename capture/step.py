@@ -202,6 +202,7 @@ class DecodeStep:
         self.inputs.check_num_reqs(num_reqs, 0)
         if num_reqs > 0:
             rows, owners = self.inputs.rows(num_reqs), self.inputs.owners(num_reqs)
+            checked.whole_step(self.inputs.rows(self.inputs.max_num_reqs), num_reqs)
             checked.step_values(rows, self.pending, owners, self.context.stack.geometry)
 
     def replay_dummy(self, num_reqs: int, *, dcp: bool = False) -> None:

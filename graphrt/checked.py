@@ -7,14 +7,14 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .checks import check_flag
+from .checks import check_flag, fail
 from .environment import CHECK
 from .launch import is_recording
 from .layers import LayerStack
+from .profiling import is_capturing
 from .steps import Commit, Geometry, Owners, Rows, Staged, StageSources
 
 
@@ -38,7 +38,7 @@ def enabled(check: bool | None) -> bool:
     wanted = CHECK.is_on() if check is None else check
     if not wanted or is_recording():
         return False
-    return not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return not is_capturing()
 
 
 def row_values(rows: Rows, num_tokens: int, num_slots: int, num_rows: int) -> None:
@@ -109,6 +109,14 @@ def staged_values(s: StageSources, current: Tensor | None) -> None:
             _fail("generation", b, f"{now[row]}, the present owner's of record row {row}", staged[b])
         if (slot > 0 or row >= 0) and not 0 <= requests[b] < s.num_requests:
             _fail("request_indices", b, f"0..{s.num_requests - 1}", requests[b])
+
+
+def whole_step(rows: Staged, num_reqs: int) -> None:
+    """Raise ValueError if a row behind the first `num_reqs` is live: a replay of a larger size would take it along."""
+    slots, record_rows = _read(rows.state_indices), _read(rows.record_rows)
+    last = max((b for b, slot in enumerate(slots) if slot > 0 and record_rows[b] >= 0), default=-1)
+    if last >= num_reqs:
+        fail("num_reqs", f"{last + 1}, for row {last} is live as well", num_reqs)
 
 
 def step_values(rows: Staged, pending: Tensor, owners: Owners | None, geometry: Geometry) -> None:

@@ -24,6 +24,7 @@ class Recorder(Protocol):
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("graphrt_recorder", default=None)
+_recording: ContextVar[object] = ContextVar("graphrt_recording", default=None)
 
 
 def launch(name: str, run: Callable[..., None], *args: Any) -> None:
@@ -46,13 +47,19 @@ def is_recording() -> bool:
     return _recorder.get() is not None
 
 
+def execution() -> tuple[object, bool]:
+    """Where launches go from here, to compare: at once to the device, or into this recording or capture."""
+    return _recording.get(), profiling.is_capturing()
+
+
 @contextmanager
 def record_into(recorder: Recorder) -> Iterator[None]:
     """Send every launch of this thread to `recorder` for the length of the block."""
-    token = _recorder.set(recorder)
+    token, recording = _recorder.set(recorder), _recording.set(object())
     try:
         yield
     finally:
+        _recording.reset(recording)
         _recorder.reset(token)
 
 

@@ -10,10 +10,11 @@ or without numpy the batch alone. Whether a tool listens is settled when this mo
 that a step takes ask only whether `ranges` is None: tools/bench_nvtx.py has the figures.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -121,7 +122,7 @@ def annotated(category: str, message: str, work: Work = NO_WORK) -> AbstractCont
         category: one of CATEGORIES. message: the same few texts for ever, for each is registered once.
         work: the payload.
     """
-    if ranges is None or _is_capturing():
+    if ranges is None or is_capturing():
         return _OFF
     return ranges.range(category, message, work)
 
@@ -165,7 +166,8 @@ def commit_work(batch: int, deferred: bool, chosen_on_device: bool) -> Work:
     return Work(batch) if chosen_on_device else Work(batch, batch, 0)
 
 
-def _is_capturing() -> bool:
+def is_capturing() -> bool:
+    """True while the current stream captures a CUDA graph, whoever began it."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -185,7 +187,14 @@ def _annotator() -> ModuleType | None:
     try:
         return import_module("torch.cuda._graph_annotations")
     except ImportError:
+        _say_that_torch_has_none()
         return None
+
+
+@cache
+def _say_that_torch_has_none() -> None:
+    had = f"torch {torch.__version__} has no annotations of captured kernels; 2.12 and later have"
+    logging.getLogger("graphrt").warning("GRAPHRT_ANNOTATE=1: %s", had)
 
 
 class KernelMarks:

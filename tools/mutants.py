@@ -517,8 +517,8 @@ MUTANTS = (
     Mutant(
         "a launch packs its arguments in another order",
         CUTE + "commit.py",
-        '"14q2q5qf4x"',
-        '"14q2q5q4xf"',
+        '"15q2q5qf4x"',
+        '"15q2q5q4xf"',
         CUTE_HOST,
         "not spills",
     ),

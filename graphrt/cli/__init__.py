@@ -11,6 +11,7 @@ app = typer.Typer(
     help="CUDA-graph-centric runtime for speculative decoding with Kimi Delta Attention.\n\n"
     "Exit status 0; 1 if something could not be done, or a check failed; 2 for a wrong option or value.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
 

@@ -228,6 +228,17 @@ def test_any_flag_but_zero_flushes_a_row_into_its_own_slot(device, flag):
         assert_same(toy.everything(), plain.everything(), f"step {step}")
 
 
+def test_checked_mode_names_a_live_row_behind_the_step(device, monkeypatch):
+    """Two rows of three would be three in a replay of that size; the third is not lost, and not run by surprise."""
+    monkeypatch.setenv("GRAPHRT_CHECK", "1")
+    toy = started(device)
+    before = toy.everything()
+    with pytest.raises(ValueError, match=r"^num_reqs: expected 3, for row 2 is live as well, got 2"):
+        toy.step.replay(2)
+    assert_same(toy.everything(), before, "after the refusal")
+    toy.step.replay(3)
+
+
 def test_a_mask_put_in_the_place_of_the_static_one_is_found(device, monkeypatch):
     """`flush_rows` is written into; a new tensor under its name would never be read (B04)."""
     monkeypatch.setenv("GRAPHRT_CHECK", "1")

@@ -12,7 +12,7 @@ import torch
 from engine import WINDOW, Batch, Engine, assert_same, int32
 from toy import Toy
 
-from graphrt import RecordSlots, allocate_records, launch
+from graphrt import KDARecoverSSMDeferred, RecordSlots, allocate_records, launch
 from graphrt.capture import CaptureError, CommitRunner, StepInputs, dummy_inputs, record
 
 BLOCK = 8
@@ -81,6 +81,59 @@ def test_a_live_record_row_over_the_null_slot_changes_nothing(device):
     runner.inputs.stage(**batch.host())
     with pytest.raises(ValueError, match=r"^state_indices, row 1: expected a live slot, since its record row is 3"):
         runner.commit(2)
+
+
+def flushes_at_every_replay(device, capture):
+    """Whether a step object that a warm-up flushed is flushed by each replay too; `capture` gives the replay."""
+    engine, twin, rng = Engine(device), Engine(device), random.Random(5)
+    inputs = StepInputs(6, WINDOW, device)
+    rows = inputs.rows(3)
+    step = KDARecoverSSMDeferred(rows.record_rows, engine.pending, None, engine.context, rows.state_indices)
+
+    def work():
+        step.flush()
+        step.flush()
+
+    replay = capture(work)
+    for _ in range(3):
+        batch = Batch(rng, engine, 3, least_rows=3)
+        x = engine.window_inputs(rng)
+        for one in (engine, twin):
+            one.pending.zero_()
+            batch.verify(one, x)
+            one.pending.copy_(int32([2, 1, 3, 0, 2, 1], device))
+        inputs.stage(**batch.host())
+        replay()
+        twin.context.flush(int32(batch.state_indices, device), int32(batch.record_rows, device), twin.pending)
+        assert_same(engine.state(), twin.state(), "after a replay")
+
+
+def test_a_step_object_of_the_warmup_is_flushed_by_every_replay(device):
+    """B01: that a step was flushed is a flag of Python's, set in the warm-up; the recording has its flush, and one."""
+    recordings = []
+
+    def capture(work):
+        recordings.append(record(work, device=device))
+        return recordings[0].replay
+
+    flushes_at_every_replay(device, capture)
+    if device.type == "cpu":
+        assert [node.name for node in recordings[0].nodes] == ["graphrt.flush"]
+
+
+@pytest.mark.gpu
+def test_a_step_object_is_flushed_in_a_graph_that_somebody_else_captures():
+    """As in a recording of ours, for an engine that captures by itself (B01)."""
+
+    def capture(work):
+        work()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
+
+    flushes_at_every_replay(torch.device("cuda", 0), capture)
 
 
 def test_counts_go_by_record_row_while_batch_rows_move(device):

@@ -400,6 +400,22 @@ def test_checked_mode_reads_what_was_staged(device, monkeypatch):
     assert_same(engine.state(), before, "after refusals")
 
 
+@pytest.mark.parametrize("mode", ["commit", "flush", "drain"])
+def test_checked_mode_names_a_live_row_behind_the_step(device, monkeypatch, mode):
+    """A replay takes along what is staged up to its size, an eager call does not: so many rows are not one step."""
+    monkeypatch.setenv("GRAPHRT_CHECK", "1")
+    engine, rng = Engine(device), random.Random(12)
+    runner, batch = make(engine, [4]), Batch(rng, engine, 4, least_rows=4)
+    runner.capture(progress=False)
+    runner.inputs.stage(**batch.host())
+    before = engine.state()
+    with pytest.raises(ValueError, match=r"^num_reqs: expected 4, for row 3 is live as well, got 2"):
+        getattr(runner, mode)(2)
+    assert_same(engine.state(), before, "after the refusal")
+    runner.inputs.stage(**batch.host() | {"num_reqs": 2})
+    getattr(runner, mode)(2)
+
+
 def test_a_commit_that_could_not_be_replayed_closes_no_step(device, monkeypatch):
     """Its rows are still between verify and commit: the next verify of them says so, until the commit has run."""
     monkeypatch.setenv("GRAPHRT_CHECK", "1")

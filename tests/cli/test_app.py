@@ -19,6 +19,7 @@ def test_every_command_has_help_with_examples_and_json(command):
     assert result.exit_code == 0
     assert f"graphrt {command}" in result.output.partition("Examples:")[2]
     assert "--json" in result.output
+    assert CliRunner().invoke(app, [command, "-h"]).output == result.output
 
 
 def test_the_commands_are_these():
