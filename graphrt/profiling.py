@@ -10,10 +10,11 @@ or without numpy the batch alone. Whether a tool listens is settled when this mo
 that a step takes ask only whether `ranges` is None: tools/bench_nvtx.py has the figures.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -189,7 +190,14 @@ def _annotator() -> ModuleType | None:
     try:
         return import_module("torch.cuda._graph_annotations")
     except ImportError:
+        _say_that_torch_has_none()
         return None
+
+
+@cache
+def _say_that_torch_has_none() -> None:
+    had = f"torch {torch.__version__} has no annotations of captured kernels; 2.12 and later have"
+    logging.getLogger("graphrt").warning("GRAPHRT_ANNOTATE=1: %s", had)
 
 
 class KernelMarks:

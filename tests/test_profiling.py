@@ -254,8 +254,9 @@ def test_captured_launches_are_marked_for_torch_where_it_is_wanted(monkeypatch):
     assert fake.calls == ["enable", {"name": "graphrt.commit", "recording": "step"}, "run", "resolve", "graph"]
 
 
-def test_nothing_is_marked_unless_it_is_wanted_and_there(monkeypatch):
-    """Without the variable, and with a torch that has no annotations, a capture does not care."""
+def test_nothing_is_marked_unless_it_is_wanted_and_there(monkeypatch, caplog):
+    """Without the variable, and with a torch that has no annotations, a capture does not care; that is said once."""
+    profiling._say_that_torch_has_none.cache_clear()
     monkeypatch.delenv("GRAPHRT_ANNOTATE", raising=False)
     fake = FakeAnnotations()
     monkeypatch.setitem(sys.modules, "torch.cuda._graph_annotations", fake)
@@ -266,4 +267,8 @@ def test_nothing_is_marked_unless_it_is_wanted_and_there(monkeypatch):
     seen.launch("graphrt.commit", lambda: None, ())
     seen.marks.resolve()
     seen.marks.follow("graph")
+    watch().launch("graphrt.commit", lambda: None, ())
     assert fake.calls == []
+    assert [record.message for record in caplog.records] == [
+        f"GRAPHRT_ANNOTATE=1: torch {torch.__version__} has no annotations of captured kernels; 2.12 and later have"
+    ]

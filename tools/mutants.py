@@ -351,8 +351,8 @@ MUTANTS = (
     Mutant(
         "a step object flushes twice",
         "graphrt/context.py",
-        "        self.flushed = True\n",
-        "",
+        "self.flushed, self._flushed_in = True, here",
+        "self.flushed, self._flushed_in = False, here",
         ("tests/test_flush_drain.py", "tests/test_traces.py"),
     ),
     Mutant(
@@ -517,8 +517,8 @@ MUTANTS = (
     Mutant(
         "a launch packs its arguments in another order",
         CUTE + "commit.py",
-        '"15q2q5qf4x"',
-        '"15q2q5q4xf"',
+        'q2q5qf4x"',
+        'q2q5q4xf"',
         CUTE_HOST,
         "not spills",
     ),
