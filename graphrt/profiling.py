@@ -168,7 +168,10 @@ def commit_work(batch: int, deferred: bool, chosen_on_device: bool) -> Work:
 
 def is_capturing() -> bool:
     """True while the current stream captures a CUDA graph, whoever began it."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    # The legacy default stream never captures, and must not be asked while a stream that waits for it does.
+    if not torch.cuda.is_initialized() or torch.cuda.current_stream().cuda_stream == 0:
+        return False
+    return torch.cuda.is_current_stream_capturing()
 
 
 _KERNEL = re.compile(r"graphrt_(stage|verify|commit|flush|fold)(?:_|$)")

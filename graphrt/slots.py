@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .checked import forget_row
 from .checks import INT32_MAX, check_count, check_device, check_kind, check_several, fail
+from .launch import refuse_in_recording
 from .sentinels import NULL_BLOCK_ID
 from .state import StateAccess
 
@@ -29,7 +30,7 @@ class RecordSlots:
                      the first
 
     Rows are plain ints. The ledger knows nothing of state slots, which may change from step to step: where one is
-    needed the caller names it.
+    needed the caller names it. All of this happens between two steps; inside a recording it is refused.
     """
 
     def __init__(self, max_num_reqs: int, device: torch.device | str) -> None:
@@ -65,6 +66,7 @@ class RecordSlots:
             ValueError: if the request owns a row already, or was preempted.
             RuntimeError: if no row is free.
         """
+        refuse_in_recording("admit")
         _check_id(request_id)
         if request_id in self._preempted:
             raise ValueError(f"request_id: {request_id!r} was preempted; resume it, or release it first")
@@ -77,6 +79,7 @@ class RecordSlots:
             ValueError: if the request was not preempted.
             RuntimeError: if no row is free; it stays preempted.
         """
+        refuse_in_recording("resume")
         _check_id(request_id)
         if request_id not in self._preempted:
             state = "owns a row, and needs none" if request_id in self._rows else "was never preempted; admit it"
@@ -98,6 +101,7 @@ class RecordSlots:
             ValueError: for a context without a slot, or a slot that is null or not there; the request keeps its row.
             RuntimeError: in checked mode, if the row's last verify was not committed.
         """
+        refuse_in_recording("preempt")
         row = self.row(request_id)
         if (context is None) != (slot is None):
             fail("slot" if slot is None else "context", "context and slot together, or neither", None)
@@ -119,6 +123,7 @@ class RecordSlots:
         Raises:
             KeyError: if there is no such request.
         """
+        refuse_in_recording("release")
         _check_id(request_id)
         if request_id in self._preempted:
             self._preempted.discard(request_id)
@@ -129,6 +134,7 @@ class RecordSlots:
 
     def reset(self) -> None:
         """Release every request, as after an abort."""
+        refuse_in_recording("reset")
         for request_id in list(self._rows):
             self._give_back(request_id)
         self._preempted.clear()
@@ -174,6 +180,7 @@ class RecordSlots:
         Raises:
             ValueError: if they do not make a ledger of this size; nothing is changed then.
         """
+        refuse_in_recording("restore")
         owned, waiting, free, saved = _checked_contents(contents, len(self._generations))
         moved = [_restored(now, g) for now, g in zip(self._generations, saved, strict=True)]
         self._rows, self._preempted, self._free, self._generations = owned, waiting, free, moved

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import checked
 from .checks import check_count, check_is_tensor, check_kind, check_several, check_tensor, fail
+from .launch import refuse_in_recording
 from .layers import LayerStack
 from .sentinels import NULL_BLOCK_ID, SCRATCH_ROW
 from .steps import Owners, Plan
@@ -53,7 +54,7 @@ def _writing() -> AbstractContextManager[None]:
 
 
 class StateAccess:
-    """What a commit context does with whole states. Not for a recording: tensors are made here, in stream order."""
+    """What a commit context does with whole states, in stream order. Inside a recording it is refused."""
 
     stack: LayerStack
     plan: Plan
@@ -103,6 +104,7 @@ class StateAccess:
             ValueError: naming the argument.
             RuntimeError: in checked mode, if the row's last verify was not committed.
         """
+        refuse_in_recording("read_state")
         self._drain_one("slot", slot, row, pending)
         checkpoints, histories = ([t[slot].clone() for t in tensors] for tensors in self.persistent.values())
         return RequestState(checkpoints, histories, num_computed_tokens)
@@ -119,6 +121,7 @@ class StateAccess:
             ValueError: naming the argument.
             RuntimeError: in checked mode, if the row's last verify was not committed.
         """
+        refuse_in_recording("write_state")
         self._check_slot("slot", slot)
         check_kind("state", state, RequestState)
         for name, given, tensors in (
@@ -151,6 +154,7 @@ class StateAccess:
             ValueError: naming the argument.
             RuntimeError: in checked mode, if the last verify of one of the rows was not committed.
         """
+        refuse_in_recording("copy_state")
         self._check_slot("target", target)
         self._check_row("row", row, pending)
         self._check_row("target_row", target_row, pending)
@@ -170,6 +174,7 @@ class StateAccess:
         For a request whose record row has nothing pending, as `RecordSlots.admit` gives it: what is pending stays so,
         and would be folded into the zeros.
         """
+        refuse_in_recording("zero_state")
         self._check_slot("slot", slot)
         with _writing():
             for tensors in self.persistent.values():

@@ -12,7 +12,7 @@ import torch
 from engine import WINDOW, Batch, Engine, assert_same, int32
 from toy import Toy
 
-from graphrt import KDARecoverSSMDeferred, RecordSlots, allocate_records, launch
+from graphrt import KDARecoverSSMDeferred, RecordSlots, RequestState, allocate_records, launch
 from graphrt.capture import CaptureError, CommitRunner, StepInputs, dummy_inputs, record
 
 BLOCK = 8
@@ -134,6 +134,34 @@ def test_a_step_object_is_flushed_in_a_graph_that_somebody_else_captures():
         return graph.replay
 
     flushes_at_every_replay(torch.device("cuda", 0), capture)
+
+
+ONE_SHOT = {
+    "admit": lambda e, ledger: ledger.admit("b"),
+    "release": lambda e, ledger: ledger.release("a"),
+    "preempt": lambda e, ledger: ledger.preempt("a"),
+    "restore": lambda e, ledger: ledger.restore(ledger.contents()),
+    "zero_state": lambda e, ledger: e.context.zero_state(2),
+    "copy_state": lambda e, ledger: e.context.copy_state(1, 2, 0, ledger.pending),
+    "read_state": lambda e, ledger: e.context.read_state(1, 0, ledger.pending),
+    "write_state": lambda e, ledger: e.context.write_state(
+        1, RequestState([t[1] for t in e.context.checkpoints], [t[1, :, :2] for t in e.context.conv_states], 3), 0,
+        ledger.pending,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_SHOT)
+def test_an_order_for_once_is_refused_in_a_recording(device, name):
+    """B08: a replay would clear that slot, or zero that row's count, again in every step."""
+    engine, ledger, count = Engine(device), RecordSlots(6, device), torch.zeros(1, device=device)
+    ledger.admit("a")
+    state, contents = engine.state(), ledger.contents()
+    with pytest.raises(CaptureError, match=rf"RuntimeError: {name}\b.* call it between two replays"):
+        record(lambda: (count.add_(1), ONE_SHOT[name](engine, ledger)), device=device, warmup=0)
+    assert_same(engine.state(), state, name)
+    assert ledger.contents() == contents
+    ONE_SHOT[name](engine, ledger)
 
 
 def test_counts_go_by_record_row_while_batch_rows_move(device):
