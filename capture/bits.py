@@ -14,8 +14,8 @@ TensorGroup = Mapping[str, Tensor | Sequence[Tensor]] | Sequence[Tensor]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Comparing and summing make temporary tensors; a chunk of rows keeps these near 64 MiB.
 _CHUNK_ELEMENTS = 1 << 23
-# Odd, so that a change of one element always changes the sum modulo 2**64.
-_MIX = 0x9E3779B97F4A7C15 - (1 << 64)
+# Odd numbers of 64 bits without a pattern, to scatter the bits of a count.
+_MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +117,17 @@ def row_sums(t: Tensor) -> Tensor:
     sums = []
     for _, rows, _ in _chunks(t, t):
         flat = rows.reshape(rows.shape[0], -1)
-        weights = torch.arange(1, flat.shape[1] + 1, device=t.device) * _MIX | 1
-        sums.append((flat.to(torch.int64) * weights).sum(1))
+        sums.append((flat.to(torch.int64) * _weights(flat.shape[1], t.device)).sum(1))
     return torch.cat(sums) if sums else torch.zeros(0, dtype=torch.int64, device=t.device)
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """[count] int64. Odd, so that one changed element changes a sum modulo 2**64; no small multiples of them cancel."""
+    w = torch.arange(1, count + 1, device=device)
+    for factor in _MIX:
+        w = w * factor
+        w = w ^ (w >> 29 & (1 << 35) - 1)  # without the sign that the shift brings along
+    return w | 1
 
 
 def num_bytes(group: Sequence[Named]) -> int:

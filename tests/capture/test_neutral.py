@@ -60,6 +60,14 @@ def test_a_checksum_names_tensor_and_slot():
         pool[3, 1] = 1
 
 
+@pytest.mark.parametrize("change", [(3, 0, -1), (1, 0, -2, 0, 1), (2, -1), (0, 5, 0, 0, 0, -2, 0, 0, 0, 0, 0, 0, 0)])
+def test_changes_that_outweigh_each_other_do_not_hide_in_a_checksum(change):
+    """Small whole steps of the bits, as rounding makes them, in a ratio that weights in rising order would cancel."""
+    state = torch.zeros(2, 16, dtype=torch.int32)
+    with pytest.raises(CaptureError, match="changed in entry 1"), state_neutral([state], values=False):
+        state[1, : len(change)] += torch.tensor(change, dtype=torch.int32)
+
+
 def test_nan_is_compared_by_its_bytes():
     """One NaN in place of another is a change, and the error shows the bytes; so is the sign of a zero."""
     state = torch.tensor([0.0, float("nan")])
