@@ -36,10 +36,10 @@ def plan_commit(plan: Plan, commit: Commit, geometry: Geometry, errors: Tensor) 
 
     folds, final = live & (a > 0), slot
     boundary, boundary_len = torch.zeros_like(slot), torch.zeros_like(slot)
-    must = torch.zeros_like(live)
+    must, negative = torch.zeros_like(live), torch.zeros_like(live)
     if c.block_table is not None and c.num_computed_tokens is not None and c.mamba_block_size is not None:
         computed = torch.where(known, c.num_computed_tokens[requests].long(), 0)
-        add_errors(errors, ErrorKind.COLUMN, live & (computed < 0))
+        negative = live & (computed < 0)
         computed = computed.clamp(min=0)
         must = live & known & near_boundary(computed, length, c.mamba_block_size)
     if c.pending is not None:
@@ -48,7 +48,9 @@ def plan_commit(plan: Plan, commit: Commit, geometry: Geometry, errors: Tensor) 
         folds = folds & (eager | must)
     if c.block_table is not None and c.mamba_block_size is not None:
         size = c.mamba_block_size
-        final = _blocks_of(c.block_table, requests, (computed + a - 1) // size, folds, geometry.num_slots, errors)
+        column = (computed + a - 1) // size
+        add_errors(errors, ErrorKind.COLUMN, negative | (folds & (column >= c.block_table.shape[1])))
+        final = _blocks_of(c.block_table, requests, column, folds, geometry.num_slots, errors)
         add_errors(errors, ErrorKind.EAGER_NULL, folds & (final == 0))
         folds = folds & (final > 0)
         to_boundary = size - computed % size
@@ -85,7 +87,6 @@ def _set_pending(pending: Tensor, row: Tensor, live: Tensor, value: Tensor) -> N
 def _blocks_of(table: Tensor, requests: Tensor, column: Tensor, mask: Tensor, num_slots: int, errors: Tensor) -> Tensor:
     """Block-table entries [B] where `mask` holds, null where the column or the block is out of range."""
     width = table.shape[1]
-    add_errors(errors, ErrorKind.COLUMN, mask & (column >= width))
     inside = mask & (column >= 0) & (column < width)
     if width == 0:
         return torch.zeros_like(requests)

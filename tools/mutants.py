@@ -209,8 +209,8 @@ MUTANTS = (
     Mutant(
         "an exact landing goes to the next column",
         PLAN,
-        "(computed + a - 1) // size, folds,",
-        "(computed + a) // size, folds,",
+        "column = (computed + a - 1) // size",
+        "column = (computed + a) // size",
         ("tests/test_align.py",),
     ),
     Mutant(

@@ -140,3 +140,17 @@ def test_any_number_of_computed_tokens_leads_to_the_same_block(device, size):
         found.append((slots.tolist(), mask.tolist()))
     assert found[0] == found[1]
     assert found[0][0][:4] == table[:4, 0].tolist()
+
+
+@ON_DEVICES
+def test_a_row_that_meets_one_kind_twice_counts_once(device):
+    """A negative number of computed tokens, and then no column for its first block."""
+    ones, geometry = torch.ones(1, dtype=torch.int32, device=device), Geometry(SLOTS, 4, WINDOW, True)
+    offsets = torch.tensor([0, 2], dtype=torch.int32, device=device)
+    table = torch.empty(1, 0, dtype=torch.int32, device=device)
+    for name in ("torch", "triton"):
+        errors, plan = new_errors(device), Plan(*integers(50, 99, 4, 4).to(device).unbind())
+        commit = Commit(ones, ones, offsets, None, table, -5 * ones, 16, ones, None, None)
+        backends.load(name).plan_commit(plan, commit, geometry, errors)
+        counts = {kind.name: n for kind, n in zip(ErrorKind, errors[:NUM_KINDS].tolist(), strict=True) if n}
+        assert counts == {"COLUMN": 1, "EAGER_NULL": 1}, name
