@@ -66,7 +66,8 @@ def kda_recoverssm_verify(
         A_log: [H]. dt_bias: [H * K]. lower_bound: of the gate, None for the softplus gate.
         checkpoint_state: [slots, H, V, K] FP32, BF16 or FP16 (float64 on torch), contiguous within a slot.
         records: row `record_rows[b]` (or b) receives (u_t, k_t, raw_g_t); row -1 is the scratch row.
-        query_start_loc: [B + 1] int32; row b owns tokens `query_start_loc[b] .. [b + 1]`, 0 to Q of them.
+        query_start_loc: [B + 1] int32; row b owns tokens `query_start_loc[b] .. [b + 1]`, 0 to Q of them. Offsets that
+            decrease are counted; which outputs the step then has is not said, its states and records are in order.
         state_indices: [B] int32; a null slot gives zero outputs and touches nothing.
         spec_query_len: Q.
         out: [1, T, H, V], not over q, k, v or raw_g, else made in the dtype of v. Tokens of no live row are zero in it.

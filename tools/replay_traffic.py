@@ -249,13 +249,16 @@ class LongReplay:
         if rng.random() < 0.1:
             self._drain(rng.sample(self.live, rng.randint(1, len(self.live))))
         if rng.random() < 0.1:
-            self.recorded.decode.replay_dummy(rng.randint(1, self.batch), dcp=rng.random() < 0.5)
+            count = min(rng.randint(1, self.batch), max(self.recorded.decode.capture_sizes))
+            self.recorded.decode.replay_dummy(count, dcp=rng.random() < 0.5)
             self.report.idle_steps += 1
 
     def admit(self) -> Request:
         """A prefill puts a new request into a slot."""
         size = self.block_size
-        position = 0 if size is None else self.rng.choice([0, 1, size - 1, size, size + 1])
+        position = 0
+        if size is not None:
+            position = self.rng.choice([n for n in (0, 1, size - 1, size, size + 1) if n <= self.width * size])
         self.rng.shuffle(self.free)
         table = [self.free.pop() for _ in range(self.width)]
         self.names += 1
