@@ -23,7 +23,7 @@ from .checks import (
     fail,
 )
 from .errors import error_counter
-from .launch import execution, launch
+from .launch import AT_ONCE, execution, launch
 from .layers import KDALayerLike, LayerStack
 from .sentinels import FP32_DEFERRED
 from .state import StateAccess
@@ -374,18 +374,20 @@ class KDARecoverSSMDeferred:
     flushed: bool = False
     owners: Owners | None = field(default=None, repr=False, compare=False)
 
-    _flushed_in: object = field(default=None, init=False, repr=False, compare=False)
+    _flushed_in: list[object] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def flush(self) -> None:
         """Fold the step's pending records before a verify that does not replay them; at most once per step object.
 
-        A recording takes the flush although a warm-up has run it, for each replay is a step of its own.
+        A recording takes the flush although a warm-up has run it, for each replay is a step of its own. What runs at
+        once runs once, whatever was recorded in between.
         """
-        here = execution()
-        if self.flushed and self._flushed_in in (None, here):
+        here, places = execution(), self._flushed_in
+        if self.flushed and (not places or here == places[-1] or (here == AT_ONCE and here in places)):
             return
         self.context.flush(self.state_indices, self.record_rows, self.pending, self.owners)
-        self.flushed, self._flushed_in = True, here
+        self.flushed = True
+        places.append(here)
 
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:

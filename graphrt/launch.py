@@ -58,6 +58,10 @@ def refuse_in_recording(name: str) -> None:
         )
 
 
+AT_ONCE = (None, False)
+"""`execution()` outside of every recording and capture."""
+
+
 def execution() -> tuple[object, bool]:
     """Where launches go from here, to compare: at once to the device, or into this recording or capture."""
     return _recording.get(), profiling.is_capturing()

@@ -121,6 +121,24 @@ def test_a_step_object_of_the_warmup_is_flushed_by_every_replay(device):
         assert [node.name for node in recordings[0].nodes] == ["graphrt.flush"]
 
 
+def test_a_recording_in_the_middle_of_a_step_lets_nothing_be_flushed_twice(device):
+    """A second flush that runs would fold the same records again (B01)."""
+    engine, twin, rng = Engine(device), Engine(device), random.Random(6)
+    batch = Batch(rng, engine, 3, least_rows=3)
+    x = engine.window_inputs(rng)
+    slots, record_rows = int32(batch.state_indices, device), int32(batch.record_rows, device)
+    for one in (engine, twin):
+        one.pending.zero_()
+        batch.verify(one, x)
+        one.pending.copy_(int32([2, 1, 3, 0, 2, 1], device))
+    step = KDARecoverSSMDeferred(record_rows, engine.pending, None, engine.context, slots)
+    step.flush()
+    record(step.flush, device=device, warmup=0)
+    step.flush()
+    twin.context.flush(slots, record_rows, twin.pending)
+    assert_same(engine.state(), twin.state(), "after the second flush")
+
+
 @pytest.mark.gpu
 def test_a_step_object_is_flushed_in_a_graph_that_somebody_else_captures():
     """As in a recording of ours, for an engine that captures by itself (B01)."""

@@ -373,6 +373,10 @@ def test_bad_arguments_are_named(device):
             lambda: CommitRunner(engine.context, engine.pending[:5], StepInputs(6, 4, device)),
             "pending: expected 6 entries",
         ),
+        (
+            lambda: CommitRunner(engine.context, engine.pending[:1].expand(6), StepInputs(6, 4, device)),
+            "pending: expected entries with memory of their own",
+        ),
     ):
         with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
             call()
