@@ -148,6 +148,7 @@ class StepInputs:
                 static buffers themselves. With GRAPHRT_CHECK=1 also for a late row, and a request that there is not.
             CaptureError: for host values inside a recording, which would freeze them.
         """
+        # Asked here and not by a call, which every step would pay for.
         if type(num_reqs) is not int or not 0 <= num_reqs <= self.max_num_reqs:
             self.check_num_reqs(num_reqs, 0)
         values: list[Any] = [

@@ -100,7 +100,7 @@ class CommitRunner:
 
     Args:
         context: whose layers are folded.
-        pending: [record rows] int32, by record row (`RecordSlots.pending`).
+        pending: [record rows] int32, by record row: `RecordSlots.pending`, of the inputs' ledger where they have one.
         inputs: what every recording reads.
         capture_sizes: batch sizes to record; powers of two up to `inputs.max_num_reqs` by default.
         mamba_block_size: align mode, with the staged block table and computed counts. Rows near a block boundary are

@@ -490,7 +490,7 @@ MUTANTS = (
         CUTE_VARIANTS,
     ),
     Mutant(
-        "tokens off 16 bytes go to the copy engine",
+        "a verify takes tokens off 16 bytes",
         CUTE + "deferred.py",
         "if t.data_ptr() % 16 or stride % 8:",
         "if t.data_ptr() % 16:",

@@ -58,7 +58,6 @@ _OPTIONS = {
     "tensor_parallel": "--tp",
 }
 
-
 NO_ROOM = "take fewer rows or layers; `graphrt plan` says what a shape needs"
 
 

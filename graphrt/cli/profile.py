@@ -13,7 +13,7 @@ import typer
 from rich.console import RenderableType
 from rich.text import Text
 
-from .common import in_bytes, user_errors, working
+from .common import in_bytes, refusal, user_errors, working
 from .outputs import JsonOption, show, writable_file, write, write_json
 from .shape import StepOptions, with_step_options
 
@@ -149,7 +149,7 @@ def _traced(loop: Callable[[int], None], steps: int, place: "torch.device", targ
         profiler.export_chrome_trace(str(exported))
         trace = load_trace(exported)
     if not slices_of(trace):
-        raise typer.BadParameter("the profiler saw no launch; may this process use the GPU's performance counters?")
+        raise refusal("the profiler saw no launch; may this process use the GPU's performance counters?")
     write(json.dumps(with_lanes(trace)), target)
     return microseconds
 

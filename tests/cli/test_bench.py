@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+from terminal import words
 from typer.testing import CliRunner
 
 from graphrt.cli import app, benches
@@ -15,11 +16,6 @@ MEASURED = '{"tool": "bench_nvtx", "attached": false, "cpu": "x", "ns": {"replay
 
 def run(*arguments):
     return CliRunner(env={"COLUMNS": "300"}).invoke(app, ["bench", *arguments])
-
-
-def words(result):
-    """The output without the frame that a terminal gets, on one line."""
-    return " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.fixture

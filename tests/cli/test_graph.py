@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from terminal import words
 from typer.testing import CliRunner
 
 from graphrt import workload
@@ -58,7 +59,7 @@ def test_a_value_that_does_not_fit_names_its_option(arguments, why, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = run(*arguments)
     assert result.exit_code == 2 and "Traceback" not in result.output
-    assert why in " ".join(result.output.replace("│", " ").split())
+    assert why in words(result)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from terminal import words
 from typer.testing import CliRunner
 
 from graphrt import workload
@@ -26,11 +27,6 @@ OUTPUTS = [
 
 def run(*arguments):
     return CliRunner(env={"COLUMNS": "300"}).invoke(app, list(arguments))
-
-
-def words(result):
-    """The output without the frame that a terminal gets, on one line."""
-    return " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.fixture

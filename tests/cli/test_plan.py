@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from terminal import words
 from typer.testing import CliRunner
 
 from graphrt import KDADeferredCommitContext, KDALayer, RecordSlots, allocate_records
@@ -108,4 +109,4 @@ def test_a_bad_value_is_one_sentence(arguments, why):
     """Exit status 2 and the reason; no traceback."""
     result = run(*arguments)
     assert result.exit_code == 2 and "Traceback" not in result.output
-    assert why in " ".join(result.output.replace("│", " ").split())
+    assert why in words(result)

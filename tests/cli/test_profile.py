@@ -4,8 +4,10 @@ import json
 import shlex
 
 import pytest
+from terminal import words
 from typer.testing import CliRunner
 
+from graphrt import trace
 from graphrt.cli import app
 from graphrt.trace import load_trace
 
@@ -64,4 +66,12 @@ def test_a_bad_value_is_one_sentence(arguments, why):
     """Exit status 2, no traceback."""
     result = run(*arguments)
     assert result.exit_code == 2 and "Traceback" not in result.output
-    assert why in " ".join(result.output.replace("│", " ").split())
+    assert why in words(result)
+
+
+def test_a_profiler_that_saw_nothing_is_no_wrong_option(monkeypatch, tmp_path):
+    """Exit status 1 behind a sentence, and no trace without launches is left."""
+    monkeypatch.setattr(trace, "slices_of", lambda trace: [])
+    result = run("--torch", str(tmp_path / "t.json"))
+    assert result.exit_code == 1 and "the profiler saw no launch" in words(result)
+    assert list(tmp_path.iterdir()) == []

@@ -89,7 +89,7 @@ def test_windows_and_dtypes_outside_the_kernels_reach_are_refused():
         "records as well",
     ],
 )
-def test_activations_that_the_copy_engine_cannot_take_are_refused(name, change, word):
+def test_activations_that_the_verify_cannot_load_are_refused(name, change, word):
     """Tokens on 16 bytes, one 16-bit dtype, and beta in it or in FP32; the reason names the first that is not."""
     from graphrt.kernels.cute import deferred
 
