@@ -12,13 +12,13 @@ from graphrt import backends, checked, profiling
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.pinned import PinnedRing
 from graphrt.capture.recording import is_under_way
-from graphrt.capture.sources import NAMES, Source, as_tensor, check_sources
+from graphrt.capture.sources import Source, as_tensor, check_sources
 from graphrt.capture.static import allocate_rows, cut_rows
 from graphrt.checks import check_count, check_device, check_flag, check_kind, fail
 from graphrt.errors import canonical, error_counter
 from graphrt.launch import is_recording, launch
 from graphrt.slots import RecordSlots
-from graphrt.steps import Owners, Staged, StageSources
+from graphrt.steps import SOURCES, Owners, Staged, StageSources
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class StepInputs:
         put(self, "_block", block)
         put(self, "_addresses", range(block.data_ptr(), block.data_ptr() + block.nbytes))
         put(self, "_all", staged)
-        for name in NAMES:
+        for name in SOURCES:
             if name != "request_indices":
                 put(self, name, getattr(staged, name))
         put(self, "_ring", PinnedRing(staged, self._current) if self.device.type == "cuda" else None)
@@ -177,7 +177,7 @@ class StepInputs:
     def _sources(self, num_reqs: int, values: list[Any]) -> StageSources:
         """The values that were given, checked, as tensors."""
         check_sources(values, num_reqs, self.device, self._addresses)
-        given = {NAMES[i]: as_tensor(i, value) for i, value in enumerate(values) if value is not None}
+        given = {SOURCES[i]: as_tensor(i, value) for i, value in enumerate(values) if value is not None}
         return StageSources(num_reqs, **given)
 
     @contextmanager

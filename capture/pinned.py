@@ -28,9 +28,9 @@ from torch import Tensor
 from graphrt import backends
 from graphrt.capture import driver
 from graphrt.capture.recorder import record
-from graphrt.capture.sources import EAGER, HEADER_WORDS, TABLE, Copy, as_tensor, check_sources
+from graphrt.capture.sources import EAGER, TABLE, Copy, as_tensor, check_sources
 from graphrt.errors import error_counter
-from graphrt.steps import Staged, StageSources
+from graphrt.steps import HEADER_WORDS, Staged, StageSources
 
 NUM_BLOCKS = 8
 GROUP = 4

@@ -8,20 +8,15 @@ import torch
 from torch import Tensor
 
 from graphrt.checks import fail
+from graphrt.steps import HEADER_WORDS, SOURCES
 
 Source = Tensor | Sequence[int] | Sequence[bool] | Sequence[Sequence[int]] | None
 """A value of `StepInputs.stage`: a tensor on any device, plain ints, or nothing."""
 
-# In the order in which `check_sources` and a staging header take them.
-NAMES = (
-    "state_indices", "record_rows", "query_start_loc", "num_accepted_tokens", "eager", "request_indices",
-    "num_computed_tokens", "block_table", "generation",
-)  # fmt: skip
 OFFSETS, EAGER, REQUESTS, TABLE = (
-    NAMES.index(name) for name in ("query_start_loc", "eager", "request_indices", "block_table")
+    SOURCES.index(name) for name in ("query_start_loc", "eager", "request_indices", "block_table")
 )
-BY_REQUEST = tuple(name in ("num_accepted_tokens", "num_computed_tokens", "block_table") for name in NAMES)
-HEADER_WORDS = 4 + 3 * len(NAMES)
+BY_REQUEST = tuple(name in ("num_accepted_tokens", "num_computed_tokens", "block_table") for name in SOURCES)
 # More requests than any tensor holds: nothing by request was staged.
 _ANY = 2**31 - 1
 _NOTHING = [0, _ANY] + [0] * (HEADER_WORDS - 2)
@@ -30,8 +25,8 @@ Copy = tuple[int, Any, int, int]
 """A value to copy to where the device reaches it: the header word that gets its new address; bytes, or a host tensor;
 the tensor's address; number of bytes."""
 
-_DTYPES = tuple((torch.uint8, torch.bool) if name == "eager" else (torch.int32,) for name in NAMES)
-_DIMENSIONS = tuple(2 if name == "block_table" else 1 for name in NAMES)
+_DTYPES = tuple((torch.uint8, torch.bool) if name == "eager" else (torch.int32,) for name in SOURCES)
+_DIMENSIONS = tuple(2 if name == "block_table" else 1 for name in SOURCES)
 
 
 def check_sources(
@@ -42,7 +37,7 @@ def check_sources(
     Runs at every staging: it goes through the values once, and asks each tensor as little as it can.
 
     Args:
-        values: in the order of NAMES. What is no list, tuple or tensor is replaced by a plainer form of it, a table
+        values: in the order of SOURCES. What is no list, tuple or tensor is replaced by a plainer form of it, a table
             by a tensor.
         num_reqs: rows that are staged.
         static: addresses of the static buffers, of which no source may be a part.
@@ -79,23 +74,23 @@ def check_sources(
             length = shape[0]
             on_host = value.is_cpu
             if not on_host and value.device != device:
-                fail(NAMES[i], f"a tensor on {device} or on the host", f"one on {value.device}")
+                fail(SOURCES[i], f"a tensor on {device} or on the host", f"one on {value.device}")
             try:
                 address = value.data_ptr()
             except RuntimeError as error:
-                fail(NAMES[i], "a dense tensor", f"one without memory of its own ({error})")
+                fail(SOURCES[i], "a dense tensor", f"one without memory of its own ({error})")
             if address in static:
-                fail(NAMES[i], "a tensor of the caller's", "a view of the static buffers", "clone() it")
+                fail(SOURCES[i], "a tensor of the caller's", "a view of the static buffers", "clone() it")
         if BY_REQUEST[i]:
             if length < requests:
-                fail(NAMES[i], f"at least {requests} requests", length)
+                fail(SOURCES[i], f"at least {requests} requests", length)
             if length < words[1]:
                 words[1] = length
             entries = length
         else:
             entries = num_reqs + 1 if i == OFFSETS else num_reqs
             if length < entries:
-                fail(NAMES[i], f"at least {entries} entries", length)
+                fail(SOURCES[i], f"at least {entries} entries", length)
         at = 4 + 3 * i
         words[at + 2] = entries
         if plain:
@@ -168,10 +163,10 @@ def _flags(value: Sequence[int]) -> bytes:
 
 def _fail_ints(i: int, value: object, error: Exception | None = None) -> NoReturn:
     why = "" if error is None else f" ({error})"
-    fail(NAMES[i], "a tensor or a sequence of 32-bit ints", f"{type(value).__name__}{why}")
+    fail(SOURCES[i], "a tensor or a sequence of 32-bit ints", f"{type(value).__name__}{why}")
 
 
 def _fail_form(i: int, t: Tensor) -> NoReturn:
     kinds = "bool or uint8" if i == EAGER else "int32"
     shape = "[requests, width]" if i == TABLE else "[requests]" if BY_REQUEST[i] else "[rows]"
-    fail(NAMES[i], f"{shape} {kinds}", f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}")
+    fail(SOURCES[i], f"{shape} {kinds}", f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}")

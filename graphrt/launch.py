@@ -24,6 +24,7 @@ class Recorder(Protocol):
 
 
 _recorder: ContextVar[Recorder | None] = ContextVar("graphrt_recorder", default=None)
+# Which recording is under way. Not the recorder itself: whoever keeps this to compare would keep its tensors alive.
 _recording: ContextVar[object] = ContextVar("graphrt_recording", default=None)
 
 

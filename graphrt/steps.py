@@ -3,7 +3,7 @@
 Letters as everywhere: B rows of a step, T tokens, R record rows, Q the window (`spec_query_len`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -169,6 +169,12 @@ class StageSources:
         """How many requests every request-indexed source covers; all of the rows' own where there is none."""
         tensors = (self.num_accepted_tokens, self.num_computed_tokens, self.block_table)
         return min((t.shape[0] for t in tensors if t is not None), default=2**31 - 1)
+
+
+SOURCES = tuple(field.name for field in fields(StageSources))[1:]
+"""What a staging copies, in the order of a staging header."""
+HEADER_WORDS = 4 + 3 * len(SOURCES)
+"""int64: num_reqs, num_requests, columns, column stride; then address, stride and number of entries of each source."""
 
 
 @dataclass(frozen=True, slots=True)

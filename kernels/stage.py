@@ -12,7 +12,8 @@ a row whose generation is not the current one of its record row (0 is not compar
 and is counted. A request out of range has accepted and computed nothing and has no blocks; it is counted.
 
 Where the sources are comes by value (`graphrt_stage_kernel`, which a recording may hold), or from a header in memory
-(`graphrt_stage_header_kernel`, recorded once and replayed with a new header each time; see `graphrt.capture.pinned`).
+(`graphrt_stage_header_kernel`, recorded once and replayed with a new header each time; `graphrt.steps` has its words,
+`graphrt.capture.pinned` writes it).
 
 Advance derives the rows of the next step from what was accepted, in one program:
 
@@ -25,20 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ..errors import ErrorKind
-from ..steps import Advance, Staged, StageSources, StepBegin
+from ..steps import SOURCES, Advance, Staged, StageSources, StepBegin
 from .plan import bad, count
 from .recurrence import NO_CONTRACTION
 
 BLOCK = 32
 COLUMNS = 8
-
-SOURCES = (
-    "state_indices", "record_rows", "query_start_loc", "num_accepted_tokens", "eager", "request_indices",
-    "num_computed_tokens", "block_table", "generation",
-)  # fmt: skip
-"""The order of the sources in a header."""
-HEADER_WORDS = 4 + 3 * len(SOURCES)
-"""int64: num_reqs, num_requests, columns, column stride; then address, stride and number of entries of each source."""
 
 _REQUEST = tl.constexpr(int(ErrorKind.REQUEST))
 _QUERY_LEN = tl.constexpr(int(ErrorKind.QUERY_LEN))

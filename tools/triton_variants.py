@@ -28,10 +28,10 @@ from triton.compiler import ASTSource
 from graphrt import KDALayer, allocate_records, backends
 from graphrt.capture.static import allocate_rows
 from graphrt.errors import ErrorKind
-from graphrt.kernels.stage import HEADER_WORDS, stage_header
+from graphrt.kernels.stage import stage_header
 from graphrt.layers import LayerStack
 from graphrt.records import KDARecoverSSMRecords
-from graphrt.steps import Advance, Commit, Plan, Rows, StageSources
+from graphrt.steps import HEADER_WORDS, Advance, Commit, Plan, Rows, StageSources
 
 _DTYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int32: "i32", torch.int64: "i64",

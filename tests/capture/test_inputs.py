@@ -12,10 +12,10 @@ from engine import int32
 from graphrt import error_counts, reset_errors
 from graphrt.capture import CaptureError, StepInputs, driver, dummy_inputs, record
 from graphrt.capture.pinned import GROUP, LONG, NUM_BLOCKS, PinnedBlock, PinnedRing
-from graphrt.capture.sources import NAMES
 from graphrt.capture.static import allocate_rows
 from graphrt.errors import error_counter
 from graphrt.kernels.stage import stage_header
+from graphrt.steps import SOURCES
 
 FIELDS = (
     "state_indices", "record_rows", "query_start_loc", "num_accepted_tokens", "eager", "num_computed_tokens",
@@ -127,12 +127,12 @@ def test_a_block_of_host_values_stages_the_same(form):
     for _ in range(12):
         arguments = random_arguments(rng, 6, rng.choice([0, 2, 5]))
         _, staged = allocate_rows(6, 3, torch.device("cpu"))
-        values = [FORMS[form](name, arguments[name], "cpu") for name in NAMES]
+        values = [FORMS[form](name, arguments[name], "cpu") for name in SOURCES]
         block.write(arguments["num_reqs"], values, torch.device("cpu"), range(0))
         stage_header(staged, block.header, error_counter("cpu"))
         assert contents(staged) == expected(6, 3, arguments)
         addresses = block.header[4::3].tolist()
-        assert all(address % 4 == 0 for name, address in zip(NAMES, addresses, strict=True) if name != "eager")
+        assert all(address % 4 == 0 for name, address in zip(SOURCES, addresses, strict=True) if name != "eager")
     with pytest.raises(ValueError, match=r"^record_rows: expected a tensor or a sequence of 32-bit ints, got list"):
         block.write(1, [[1, "behind the step"], [2**31], *[None] * 7], torch.device("cpu"), range(0))
 
@@ -265,13 +265,13 @@ def test_lists_of_any_length_lie_in_the_block(rows):
         "query_start_loc": [draw.randint(-(2**31), 2**31 - 1) for _ in range(rows + 1)],
         "num_accepted_tokens": [draw.randint(0, 8) for _ in range(rows + 3)],
     }
-    values = [lists.get(name) for name in NAMES]
+    values = [lists.get(name) for name in SOURCES]
     block.write(rows, values, torch.device("cpu"), range(0))
     stage_header(staged, block.header, error_counter("cpu"))
     for name, given in lists.items():
         assert getattr(staged, name).tolist() == list(given)[: rows + (name == "query_start_loc")]
     for bad in (2**31, -(2**31) - 1, 2**70, 1.0, "1", None):
-        values[NAMES.index("query_start_loc")] = [0] * rows + [bad]
+        values[SOURCES.index("query_start_loc")] = [0] * rows + [bad]
         with pytest.raises(ValueError, match=r"^query_start_loc: expected a tensor or a seq.* got list"):
             block.write(rows, values, torch.device("cpu"), range(0))
 
@@ -280,7 +280,7 @@ def test_lists_of_any_length_lie_in_the_block(rows):
 def test_a_block_says_how_many_requests_it_has(form):
     """A request past the shortest of the values by request is out of range: it has none of them, and is counted."""
     block, (_, staged) = PinnedBlock(6, pin=False), allocate_rows(6, 3, torch.device("cpu"))
-    values = dict.fromkeys(NAMES) | {
+    values = dict.fromkeys(SOURCES) | {
         "state_indices": [4, 5], "record_rows": [0, 1], "request_indices": [2, 1], "num_accepted_tokens": [1, 2, 3],
         "num_computed_tokens": [7, 8],
     }  # fmt: skip

@@ -8,8 +8,8 @@ import torch
 from graphrt import backends, error_counts, reset_errors
 from graphrt.capture.static import allocate_rows, cut_rows
 from graphrt.errors import error_counter
-from graphrt.kernels.stage import HEADER_WORDS, SOURCES, entries, stage_header
-from graphrt.steps import Advance, StageSources, StepBegin
+from graphrt.kernels.stage import entries, stage_header
+from graphrt.steps import HEADER_WORDS, SOURCES, Advance, StageSources, StepBegin
 
 ON_DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
