@@ -380,7 +380,8 @@ class KDARecoverSSMDeferred:
         """Fold the step's pending records before a verify that does not replay them; at most once per step object.
 
         A recording takes the flush although a warm-up has run it, for each replay is a step of its own. What runs at
-        once runs once, whatever was recorded in between.
+        once runs once, whatever was recorded in between. Captures that are not `record`'s cannot be told apart: each
+        needs a step object of its own.
         """
         here, places = execution(), self._flushed_in
         if self.flushed and (not places or here == places[-1] or (here == AT_ONCE and here in places)):
