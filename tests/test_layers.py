@@ -21,6 +21,16 @@ from graphrt import (
 CPU = Target("torch", "cpu")
 
 
+def serve_two_requests(pool):
+    """Two deferred steps of two requests and a drain: outputs and states are the oracles'."""
+    truths = start(pool, {0: 3, 4: 2})
+    for counts in ([3, 2], [1, 1]):
+        run_step(Batch(pool, [Row(3, 0, 4), Row(2, 4, 3)]), truths, counts)
+    drain(pool, [3, 2], [0, 4])
+    truths[0].assert_state(pool, 3)
+    truths[4].assert_state(pool, 2)
+
+
 def test_every_layer_is_folded_with_its_own_parameters(backend_device):
     """Five layers with different gates, pools and records all reach their oracles in one commit, flush and
     drain.
@@ -47,12 +57,7 @@ def test_an_engines_own_layers_serve(backend_device, engine_layout, kind):
         backend=backend_device.backend,
         **width,
     )
-    truths = start(pool, {0: 3, 4: 2})
-    for counts in ([3, 2], [1, 1]):
-        run_step(Batch(pool, [Row(3, 0, 4), Row(2, 4, 3)]), truths, counts)
-    drain(pool, [3, 2], [0, 4])
-    truths[0].assert_state(pool, 3)
-    truths[4].assert_state(pool, 2)
+    serve_two_requests(pool)
 
 
 def test_parameters_changed_in_place_are_used(backend_device):
@@ -72,12 +77,7 @@ def test_parameters_of_every_float_dtype_serve(backend_device, dtype):
     """A_log and dt_bias need not be FP32; they are read in FP32."""
     backend_device.spare(dtype != torch.float64)
     pool = Pool(backend_device, backend_device.shape(layers=2, param=dtype))
-    truths = start(pool, {0: 3, 4: 2})
-    for counts in ([3, 2], [1, 1]):
-        run_step(Batch(pool, [Row(3, 0, 4), Row(2, 4, 3)]), truths, counts)
-    drain(pool, [3, 2], [0, 4])
-    truths[0].assert_state(pool, 3)
-    truths[4].assert_state(pool, 2)
+    serve_two_requests(pool)
 
 
 def test_a_stock_context_has_every_method_of_a_deferred_one(backend_device):

@@ -1,4 +1,4 @@
-"""Does the suite notice a fault? Breaks the product on purpose (tools/mutants.py), one fault at a time.
+"""Does the suite notice a fault? Breaks the product on purpose (tools/mutants), one fault at a time.
 
 Each mutant gets a copy of the package and of the tests in a temporary folder; the tests that should find it run there.
 A mutant that no test finds has survived: the exit status is 1. Nothing of the working tree is touched.

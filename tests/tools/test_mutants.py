@@ -1,4 +1,4 @@
-"""The faults of tools/mutants.py are still faults of this tree; whether the suite finds them is for tools/mutate.py."""
+"""The faults of tools/mutants are still faults of this tree; whether the suite finds them is for tools/mutate.py."""
 
 import ast
 import sys
