@@ -160,9 +160,10 @@ class StepInputs:
         recording = is_under_way() or (is_recording() if ring is None else ring.is_capturing())
         if recording:
             _refuse_host_values(values, self.device)
-        if ring is None or recording or checked.enabled(None):
+        checks = checked.enabled(None)
+        if ring is None or recording or checks:
             sources = self._sources(num_reqs, values)
-            if checked.enabled(None):
+            if checks:
                 checked.staged_values(sources, self._current)
             if ring is None or recording:
                 run, errors = backends.by_device(self.device).stage, error_counter(self.device)

@@ -12,9 +12,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .checks import check_flag, fail
 from .environment import CHECK
-from .launch import is_recording
+from .launch import AT_ONCE, execution
 from .layers import LayerStack
-from .profiling import is_capturing
 from .steps import Commit, Geometry, Owners, Rows, Staged, StageSources
 
 
@@ -36,9 +35,7 @@ def enabled(check: bool | None) -> bool:
     if check is not None:
         check_flag("check", check)
     wanted = CHECK.is_on() if check is None else check
-    if not wanted or is_recording():
-        return False
-    return not is_capturing()
+    return wanted and execution() == AT_ONCE
 
 
 def row_values(rows: Rows, num_tokens: int, num_slots: int, num_rows: int) -> None:

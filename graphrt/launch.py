@@ -48,17 +48,6 @@ def is_recording() -> bool:
     return _recorder.get() is not None
 
 
-def refuse_in_recording(name: str) -> None:
-    """RuntimeError inside a recording or capture, for an order that holds once: every replay would carry it out again.
-
-    A warm-up is no recording yet.
-    """
-    if is_recording() or profiling.is_capturing():
-        raise RuntimeError(
-            f"{name} is for one time, and a replay would repeat it in every step: call it between two replays"
-        )
-
-
 AT_ONCE = (None, False)
 """`execution()` outside of every recording and capture."""
 
@@ -66,6 +55,17 @@ AT_ONCE = (None, False)
 def execution() -> tuple[object, bool]:
     """Where launches go from here, to compare: at once to the device, or into this recording or capture."""
     return _recording.get(), profiling.is_capturing()
+
+
+def refuse_in_recording(name: str) -> None:
+    """RuntimeError inside a recording or capture, for an order that holds once: every replay would carry it out again.
+
+    A warm-up is no recording yet.
+    """
+    if execution() != AT_ONCE:
+        raise RuntimeError(
+            f"{name} is for one time, and a replay would repeat it in every step: call it between two replays"
+        )
 
 
 @contextmanager
