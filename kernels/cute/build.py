@@ -42,7 +42,7 @@ class Kernels:
     def __init__(self, make, examples, layout: str):
         """
         Args:
-            make: static facts -> the jit object.
+            make: static facts -> the jit object; its name tells the kernel.
             examples: the arguments before the stream to compile it with.
             layout: of those arguments in order, as in `struct`: q for every integer, f4x for a float.
         """
@@ -88,7 +88,10 @@ class Kernels:
         run = self._loaded.get((facts, device.index or 0))
         if run is None:
             if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError(f"CuTe kernel {facts} is not compiled: build a context, or run it once, first")
+                raise RuntimeError(
+                    f"{self._make.__name__}, variant {facts}, is not compiled, and a capture cannot wait for it: "
+                    "build a context of this shape first, or run the step once"
+                )
             self.load(facts, device)
             run = self._loaded[facts, device.index or 0]
         run.run_compiled_program(self.pack(*values, torch.cuda.current_stream(device).cuda_stream))

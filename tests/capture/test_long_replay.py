@@ -3,19 +3,14 @@
 Traffic and oracle are those of `tools/long_replay.py`. A pair runs one trace on two copies of the pools.
 """
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-
-from graphrt.testing import assert_bitwise_equal
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
 from replay_step import RecordedStep
 from replay_traffic import LongReplay
 from replay_truths import STATE_TOLERANCE
+
+from graphrt.testing import assert_bitwise_equal
 
 SMALL = {"num_layers": 1, "num_heads": 1, "head_dim": 16, "spec_query_len": 4, "conv_dim": 8}
 FP32_DEFERRED = pytest.param("cuda", "fp32_deferred", marks=pytest.mark.sm90)

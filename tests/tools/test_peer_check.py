@@ -1,22 +1,18 @@
 """The comparison with peers: it passes a peer that does the same, and finds every fault that a peer could have."""
 
-import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import pytest
-import torch
-
-import graphrt
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
-
 import bench_peers
 import peer_check
 import peers
+import pytest
+import torch
 from peer_followers import Shape
+
+import graphrt
 
 SHAPE = Shape(
     torch.device("cpu"), layers=1, heads=1, dim=16, window=4, requests=3, block=0, steps=4, state=torch.float32,

@@ -6,12 +6,11 @@ import sys
 from argparse import ArgumentTypeError
 from pathlib import Path
 
+import arguments
+import bench_nvtx
 import pytest
 
 TOOLS = Path(__file__).parents[2] / "tools"
-sys.path.insert(0, str(TOOLS))
-import arguments  # noqa: E402
-import bench_nvtx  # noqa: E402
 
 WRITTEN = {"--json", "--csv", "--plot", "--choose", "--out"}
 
