@@ -4,7 +4,7 @@ VENV := .venv
 READY := $(VENV)/.ready
 JOBS ?= 2
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint kernels clean
 
 demo: $(READY)
 	$(VENV)/bin/graphrt demo
@@ -16,6 +16,9 @@ lint: $(READY)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/python tools/typecheck.py
+
+kernels: $(READY)
+	$(VENV)/bin/python tools/compile_check.py --arch sm_90a sm_100a
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

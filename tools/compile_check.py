@@ -65,6 +65,12 @@ def cute_variants(heads: int, window: int) -> Iterator[tuple[str, object, tuple]
         label = f"verify {kinds[dtype]}{names[conv]} split {split}"
         facts = deferred.verify_facts(heads, window, dtype, fp32, fp32, *conv, split)
         yield label, deferred.KERNELS, facts
+    # A_log and dt_bias may have any dtype; FP64 takes the most registers.
+    bf16, fp64 = torch.bfloat16, torch.float64
+    yield "fold wide parameters", commit.KERNELS, commit.fold_facts(heads, window, bf16, fp64, fp64, True, True)
+    for split in (1, 2):
+        facts = deferred.verify_facts(heads, window, bf16, fp64, fp64, 4, True, split)
+        yield f"verify wide parameters with convolution split {split}", deferred.KERNELS, facts
 
 
 def check_cute(heads: int, window: int, archs: list[str], only: str) -> list[Usage]:
