@@ -140,6 +140,15 @@ def check_own_memory(name: str, t: Tensor, others: dict[str, Tensor], dim: int) 
             fail(name, "its own memory", f"that of {other}", "kernels read the inputs while they write it")
 
 
+def check_apart(name: str, t: Tensor, dim: int, pools: dict[str, Tensor]) -> None:
+    """No token of `t`, along `dim`, lies between the first and the last slot or row of a pool."""
+    begin, _, _, end = _token_bytes(t, dim)
+    for pool, o in pools.items():
+        pool_begin, _, _, pool_end = _token_bytes(o, 0)
+        if begin < pool_end and pool_begin < end:
+            fail(name, "its own memory", f"that of {pool}", "states and records of other requests lie there")
+
+
 def _token_bytes(t: Tensor, dim: int) -> tuple[int, int, int, int]:
     """Address of the first token, bytes to the next, bytes of one, and the end."""
     size, tokens = t.element_size(), t.shape[dim]

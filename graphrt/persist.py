@@ -168,6 +168,9 @@ def _load(path: Path, file: Any, context: KDARecoverSSMCommitContext, ledger: Re
         dtype = file.get_slice(name)[:0].dtype
         if dtype != t.dtype:
             _refuse(path, f"dtype of {name}", dtype, t.dtype)
+    pending, window = file.get_tensor("pending"), context.stack.spec_query_len
+    if bool(((pending < 0) | (pending > window)).any()):
+        _refuse_damaged(path, f"pending {pending.tolist()}, in a window of {window}")
 
     try:
         ledger.restore(contents)
@@ -201,7 +204,7 @@ def _metadata(path: Path, saved: dict[str, str]) -> tuple[dict[str, Any], str, l
 
 
 def _refuse_damaged(path: Path, what: object) -> NoReturn:
-    raise ValueError(f"{path}: damaged, its metadata are not those of a {FORMAT} file ({what})")
+    raise ValueError(f"{path}: damaged, a {FORMAT} file never holds this ({what})")
 
 
 def _refuse(path: Path, what: str, saved: object, here: object) -> NoReturn:

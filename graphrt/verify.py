@@ -13,6 +13,7 @@ from . import backends, checked
 from .checks import (
     FLOATS,
     INT32_MAX,
+    check_apart,
     check_count,
     check_head_dim,
     check_index,
@@ -180,6 +181,7 @@ def kda_conv_verify(
     check_tensor("out", out, tuple(x.shape), FLOATS, device)
     check_inner("out", out, 1)
     check_own_memory("out", out, {"x": x}, 0)
+    check_apart("out", out, 0, {"conv_state": state})
     num_rows = INT32_MAX if pending is None else pending.shape[0]
     if checked.enabled(check):
         checked.row_values(rows, x.shape[0], state.shape[0], num_rows)
@@ -198,9 +200,11 @@ def _verify(
         out = torch.empty_like(v, memory_format=torch.contiguous_format)
     check_tensor("out", out, tuple(v.shape), FLOATS, checkpoint.device)
     check_inner("out", out, 2)
-    check_own_memory("out", out, {"q": q, "k": k, "v": v, "raw_g": raw_g}, 1)
+    check_own_memory("out", out, {"q": q, "k": k, "v": v, "raw_g": raw_g, "raw_beta": raw_beta}, 1)
     _check_parameters(A_log, dt_bias, lower_bound, checkpoint)
     _check_records(records, checkpoint, rows)
+    pools = {"checkpoint_state": checkpoint, "records": records.correction, "records.key_gate": records.key_gate}
+    check_apart("out", out, 1, pools)
     _check_rows(rows, checkpoint.device, records.correction.shape[0])
     facts = backends.Facts.of(checkpoint, lower_bound, rows.spec_query_len, records.key_gate.dtype)
     chosen = backends.choose(backend, facts).backend
@@ -208,6 +212,7 @@ def _verify(
     call: tuple[Any, ...] = (chosen.verify, *inputs, out)
     if conv is not None:
         convolution = check_fused(conv, q, k, v, checkpoint, rows.spec_query_len)
+        check_apart("out", out, 1, {"conv.conv_state": convolution.state})
         conv_verify = backends.choose_conv(backend, q).conv_verify
         call = (chosen.fused_verify, conv_verify, *inputs, convolution, out)
     if checked.enabled(check):

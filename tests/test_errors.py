@@ -7,6 +7,7 @@ from steps import Batch, Row
 from truth import start
 
 from graphrt import (
+    FusedConv,
     KDADeferredCommitContext,
     KDARecoverSSMCommitContext,
     align_eager_mask,
@@ -420,6 +421,27 @@ def test_a_verify_refuses_an_output_over_its_inputs(pool, name):
     kda_deferred_verify(**arguments | {name: mine, "out": other})
 
 
+@pytest.mark.parametrize("name", ["checkpoint_state", "records", "records.key_gate", "conv.conv_state", "raw_beta"])
+def test_a_verify_refuses_an_output_in_the_memory_of_other_requests(pool, name):
+    """Nobody would notice: slots and records beside those of the batch would be overwritten by outputs."""
+    arguments, memory = verify_arguments(pool), torch.zeros(256)
+    arguments["raw_beta"] = memory[:16].view(1, 8, 2)
+    x = torch.zeros(8, 3 * 2 * 16)
+    fused = torch.zeros(12, 96, 7)
+    if name == "conv.conv_state":
+        q, k, v = (part.view(1, 8, 2, 16) for part in x.chunk(3, -1))
+        arguments |= {"q": q, "k": k, "v": v, "conv": FusedConv(fused, torch.zeros(96, 4))}
+    records = arguments["records"]
+    base = {
+        "checkpoint_state": arguments["checkpoint_state"][5], "records": records.correction[1],
+        "records.key_gate": records.key_gate[2], "conv.conv_state": fused[3], "raw_beta": memory,
+    }[name]  # fmt: skip
+    out = base.as_strided((1, 8, 2, 16), (256, 32, 16, 1), base.storage_offset())
+    before = Snapshot(pool)
+    assert_refused(lambda: kda_deferred_verify(**arguments | {"out": out}), "out", (name,))
+    assert before.changed() == []
+
+
 def test_a_convolution_refuses_an_output_that_overlaps_its_input(pool):
     """An output one token on would be read as input of the next token."""
     x = torch.zeros(9, 20)
@@ -429,6 +451,9 @@ def test_a_convolution_refuses_an_output_that_overlaps_its_input(pool):
     for out in (x[:8], x[1:]):
         call = (x[:8], state, params.conv_weight, params.conv_bias, *rows, out)
         assert_refused(lambda call=call: kda_conv_verify(*call), "out", ("x",))
+    stranger = state[5].as_strided((8, 20), (20, 1), state[5].storage_offset())
+    call = (torch.zeros(8, 20), state, params.conv_weight, params.conv_bias, *rows, stranger)
+    assert_refused(lambda: kda_conv_verify(*call), "out", ("conv_state",))
     assert before.changed() == []
 
 

@@ -166,7 +166,7 @@ def test_a_file_of_another_version_or_kind_is_refused(tmp_path):
 
 
 def test_a_file_whose_tensors_or_ledger_are_damaged_writes_nothing(tmp_path):
-    """A missing tensor, a shape that metadata did not announce, and rows that two requests own."""
+    """A missing tensor, a shape that metadata did not announce, impossible pending counts, a row that two own."""
     pool, ledger = running(CPU)
     path, before = tmp_path / "run", Snapshot(pool)
     save_state(path, pool.context, ledger)
@@ -179,6 +179,10 @@ def test_a_file_whose_tensors_or_ledger_are_damaged_writes_nothing(tmp_path):
     save_file(tensors | {"pending": tensors["pending"][:3].clone()}, path, metadata)
     with pytest.raises(ValueError, match=r"shape of pending is \[3\] in the file and \[6\] here"):
         load_state(path, pool.context, RecordSlots(6, "cpu"))
+    for count in (-7, 99):
+        save_file(tensors | {"pending": torch.full_like(tensors["pending"], count)}, path, metadata)
+        with pytest.raises(ValueError, match=rf"damaged.*pending \[{count}, .*window of 4"):
+            load_state(path, pool.context, RecordSlots(6, "cpu"))
     contents = json.loads(metadata["ledger"])
     contents["requests"].append(["thief", contents["requests"][0][1]])
     save_file(tensors, path, metadata | {"ledger": json.dumps(contents)})
