@@ -31,7 +31,7 @@ def record_tape(fn: Callable[[], Any], warmup: int, name: str, bindings: Binding
     except Exception as error:
         raise CaptureError(
             f"recording {name!r}: the function failed while it was recorded "
-            f"({type(error).__name__}: {error}). Nothing was changed; make it run eagerly first"
+            f"({type(error).__name__}: {error}). Of the recording nothing has run; make it run eagerly first"
         ) from error
     finally:
         reseeded = not torch.equal(torch.get_rng_state(), random_state)
