@@ -244,11 +244,13 @@ class CommitRunner:
         checked.whole_step(self.inputs.rows(self.inputs.max_num_reqs), num_reqs)
         if mode != "commit":
             owners = self.inputs.owners(num_reqs)
-            checked.flush_values(rows.state_indices, rows.record_rows, self.pending, owners, stack)
+            zero = mode == "drain"
+            checked.flush_values(rows.state_indices, rows.record_rows, self.pending, owners, stack, zero)
             return None
         size = self._recordings.size_of(mode, num_reqs) or num_reqs
         commit = Commit(request_indices=None, **self._commit_arguments(rows, self.choice.eager(size)))
         checked.commit_values(commit, stack.geometry)
+        checked.check_verified(stack.corrections, commit)
         return commit
 
     def _commit_arguments(self, rows: Staged, all_eager: bool) -> dict[str, Any]:

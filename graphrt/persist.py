@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .checked import check_committed
+from .checked import check_committed, forget
 from .checks import check_kind, check_several, fail
 from .context import KDARecoverSSMCommitContext
 from .slots import RecordSlots
@@ -179,6 +179,7 @@ def _load(path: Path, file: Any, context: KDARecoverSSMCommitContext, ledger: Re
     for name, t, rows in targets:
         with torch.inference_mode():  # pools may come from there
             _put(t, rows, file.get_tensor(name))
+    forget(context.stack.corrections)
 
 
 def _put(t: Tensor, rows: list[int] | None, value: Tensor) -> None:

@@ -220,6 +220,8 @@ def _verify(
         checked.written_states(rows, checkpoint)
         # Last of all checks: a verify that is refused opens no step.
         checked.open_step(records.correction, rows)
+    else:
+        checked.unseen("verify", [records.correction])
     launch(name, _run_counted, *call)
     return out
 
