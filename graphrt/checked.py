@@ -257,8 +257,8 @@ def check_verified(corrections: list[Tensor], c: Commit) -> None:
         flushed = all(layer.committed[row] or "flush" in layer.recorded for layer in layers)
         if accepted[request] > 0 or (pending is not None and pending[row] > 0 and not flushed):
             raise RuntimeError(
-                f"record row {row} was committed and not verified since: its records would be committed twice, and what "
-                "is pending be lost; a step is the verify of all layers, then one commit"
+                f"record row {row} was committed and not verified since: its records would be committed twice, or "
+                "what it has pending be lost; a step is the verify of all layers, then one commit"
             )
 
 

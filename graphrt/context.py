@@ -76,6 +76,8 @@ class KDARecoverSSMCommitContext(StateAccess):
         check_count("spec_query_len", spec_query_len, 1)
         check_count("max_num_reqs", max_num_reqs, 1)
         check_flag("conv_dim_first", conv_dim_first)
+        if check is not None:
+            check_flag("check", check)
         stack = LayerStack.build(
             layers,
             spec_query_len=spec_query_len,

@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from .context import KDARecoverSSMCommitContext
+from .fixed import Fixed
 from .launch import AT_ONCE, execution
 from .steps import Owners
 
 
 @dataclass
-class KDARecoverSSMDeferred:
+class KDARecoverSSMDeferred(Fixed):
     """One step's deferred commit, as a metadata build hands it to the verify and to whoever flushes.
 
     record_rows    [>= B] int32: record row of each row, -1 for none
