@@ -128,8 +128,9 @@ class StepInputs(Fixed):
     ) -> None:
         """Copy a step's metadata into the static buffers: one launch on the current stream, and no wait.
 
-        Lists of ints, arrays (NumPy's, `array("i")`) and host tensors are read now, device tensors in stream order; all
-        kinds may be mixed. On a GPU host values travel through a ring of pinned blocks, so that steps may be queued.
+        Lists of ints, arrays with a buffer (NumPy's, `array("i")`) and host tensors are read now, device tensors in
+        stream order; all kinds may be mixed. On a GPU host values travel through a ring of pinned blocks, so that steps
+        may be queued.
         What is omitted gets its padding value in every row. What another stream still writes is waited for as always,
         by `torch.cuda.current_stream().wait_event(...)` before.
 

@@ -33,6 +33,8 @@ class _OpenRows:
 
 # By the corrections tensor of each layer.
 _open_rows: Any = WeakIdKeyDictionary()
+# Addresses of the checkpoints that go with a convolution state.
+_checkpoints: Any = WeakIdKeyDictionary()
 
 
 def enabled(check: bool | None) -> bool:
@@ -90,6 +92,17 @@ def check_committed(rows: list[int], corrections: list[Tensor]) -> None:
                     f"record row {row} was verified and not committed: its state is between two steps; commit the step "
                     "first (accepted 0 abandons it)"
                 )
+
+
+def note_layer(conv_state: Tensor, checkpoint: Tensor) -> None:
+    """A context has these two as one layer's."""
+    _checkpoints.setdefault(conv_state, set()).add(checkpoint.data_ptr())
+
+
+def same_layer(conv_state: Tensor, checkpoint: Tensor) -> None:
+    """Raise ValueError for the convolution state of a context's layer beside another layer's checkpoint."""
+    if checkpoint.data_ptr() not in _checkpoints.get(conv_state, {checkpoint.data_ptr()}):
+        fail("conv.conv_state", "that of the layer whose checkpoint_state is given", "that of another layer")
 
 
 def _generations(owners: Owners | None, slots: list[int], rows: list[int] | None) -> None:

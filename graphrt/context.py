@@ -87,6 +87,9 @@ class KDARecoverSSMCommitContext(StateAccess):
         )
         facts = (stack.lower_bound, spec_query_len, stack.key_gates[0].dtype, stack.aligned)
         choice = backends.choose(backend, backends.Facts.of(stack.checkpoints[0], *facts))
+        now = stack.tensors_now()
+        for i, checkpoint in enumerate(stack.checkpoints):
+            checked.note_layer(now[f"layers[{i}].kv_cache[0]"], checkpoint)
         plan = Plan.allocate(max_num_reqs, stack.device)
         error_counter(stack.device)
         context = cls(stack=stack, plan=plan, choice=choice, check=check)

@@ -113,7 +113,7 @@ def footprint(model: Model, service: Service) -> Footprint:
             "records": _bytes(
                 t for layer in layers for t in (layer.recoverssm_records.correction, layer.recoverssm_records.key_gate)
             ),
-            "ledger (pending, generation)": _bytes(counts),
+            "ledger (pending, generation)": _bytes(iter(counts)),
             "plan": _bytes(getattr(plan, field.name) for field in fields(plan)),
             "tables of addresses": _bytes(_tables(stack)),
             # `StepInputs`, and the rows of a `DecodeStep` with its copy of the pending counts

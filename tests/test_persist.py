@@ -156,9 +156,7 @@ def test_a_file_of_another_version_or_kind_is_refused(tmp_path):
     save_state(path, pool.context, ledger)
     for version in ("1", "3"):
         rewritten(path, version=version)
-        with pytest.raises(
-            ValueError, match=rf"version is {version} in the file and 2 here \(load it with"
-        ):
+        with pytest.raises(ValueError, match=rf"version is {version} in the file and 2 here \(load it with"):
             load_state(path, pool.context, other)
     rewritten(path, format="pt")
     with pytest.raises(ValueError, match="not a graphrt-state file: its format is pt"):
