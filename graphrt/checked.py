@@ -94,6 +94,25 @@ def check_committed(rows: list[int], corrections: list[Tensor]) -> None:
                 )
 
 
+def bound(stack: LayerStack) -> None:
+    """Raise ValueError for a layer's tensor that is not where the tables of `create` have it: folds would miss it."""
+    addresses = {
+        "kv_cache[0]": stack.conv_addrs,
+        "kv_cache[1]": stack.checkpoint_addrs,
+        "recoverssm_records.correction": stack.correction_addrs,
+        "recoverssm_records.key_gate": stack.key_gate_addrs,
+        "A_log": stack.A_log_addrs,
+        "dt_bias": stack.dt_bias_addrs,
+    }
+    now = stack.tensors_now()
+    for field_name, table in addresses.items():
+        for i, address in enumerate(_read(table)):
+            name = f"layers[{i}].{field_name}"
+            if now[name].data_ptr() != address:
+                hint = "write into it (copy_), or create the context again"
+                fail(name, "the memory that it had when the context was created", "other memory", hint)
+
+
 def note_layer(conv_state: Tensor, checkpoint: Tensor) -> None:
     """A context has these two as one layer's."""
     _checkpoints.setdefault(conv_state, set()).add(checkpoint.data_ptr())
