@@ -291,6 +291,7 @@ class KDARecoverSSMCommitContext(StateAccess):
         if pending is not None:
             check_index("pending", pending, self.stack.geometry.num_rows, device, exactly=True)
             check_not_expanded("pending", pending)
+            checked.check_not_taken(pending)
         if owners is not None:
             if not isinstance(owners, Owners):
                 fail("owners", "an Owners(staged, current)", type(owners).__name__)

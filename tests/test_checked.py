@@ -269,7 +269,7 @@ REBOUND = {
 
 @pytest.mark.parametrize("field", REBOUND)
 def test_checked_mode_finds_a_layer_that_got_other_tensors(checked, field):
-    """Folds go to the memory of `create`, verifies to what the layer has now: states and weights would part (B75)."""
+    """Folds go to the memory of `create`, verifies to what the layer has now: states and weights would part."""
     pool = Pool(CPU, CPU.shape(layers=2, heads=1), **checked)
     start(pool, {0: 3})
     batch = Batch(pool, [Row(3, 0, 4)])
