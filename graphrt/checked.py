@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from .checks import check_flag, fail
 from .environment import CHECK
-from .launch import AT_ONCE, execution
+from .launch import runs_at_once
 from .layers import LayerStack
 from .steps import Commit, Geometry, Owners, Rows, Staged, StageSources
 
@@ -47,7 +47,7 @@ def enabled(check: bool | None) -> bool:
     if check is not None:
         check_flag("check", check)
     wanted = CHECK.is_on() if check is None else check
-    return wanted and execution() == AT_ONCE
+    return wanted and runs_at_once()
 
 
 def row_values(rows: Rows, num_tokens: int, num_slots: int, num_rows: int) -> None:
@@ -314,7 +314,7 @@ def close_step(corrections: list[Tensor], c: Commit) -> None:
 
 def unseen(what: str, corrections: list[Tensor]) -> None:
     """Note a verify, flush or commit whose values this mode does not read: what it knew of the rows holds no longer."""
-    if execution() != AT_ONCE:
+    if not runs_at_once():
         # A recorded commit runs behind recorded verifies, or `CommitRunner` says when.
         for correction in corrections if what != "commit" else []:
             _open_rows.setdefault(correction, _OpenRows()).recorded.add(what)
