@@ -28,7 +28,7 @@ from torch import Tensor
 from truth import start
 
 import graphrt
-from graphrt import capture, checked
+from graphrt import capture, order
 
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
 
@@ -199,7 +199,7 @@ class World:
 
     def intact(self) -> list[str]:
         # A verify in checked mode, and none of its commits: the next one starts from anew.
-        checked._open_rows.clear()
+        order._layers.clear()
         changed = self.before.changed(slots=[1, 2], rows=[0, 1], pending=True)
         changed += ["pending of a stranger"] * (int(self.pool.pending[2]) != self.stranger)
         if changed:
