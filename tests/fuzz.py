@@ -489,8 +489,8 @@ class Recorded:
         self.stage()
 
     def verify(self, rows: Any) -> None:
-        core_verify(self.world.batch, 0, deferred=True)
-        conv_verify(self.world.batch, 0, deferred=True)
+        core_verify(self.world.batch, 0, deferred=True, pending=rows.pending)
+        conv_verify(self.world.batch, 0, deferred=True, pending=rows.pending)
 
     def sample(self, rows: Any, outputs: Any) -> capture.Sampled:
         count = rows.state_indices.shape[0]
