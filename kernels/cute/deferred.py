@@ -16,7 +16,7 @@ from ...steps import Convolution
 from ..fused import composed
 from ..verify import verify as triton_verify
 from . import commit, order
-from .build import DTYPES, Kernels, sm_count
+from .build import DTYPES, Kernels, sm_count, tickets
 from .commit import compile_commit_f32
 from .verify import VerifyF32
 
@@ -31,10 +31,14 @@ def _ints(count):
     return tuple(Int32(0) for _ in range(count))
 
 
-_EXAMPLES = (*map(_longs, (6, 6, 5, 3, 5)), _ints(4), _longs(6), *map(_ints, (4, 2, 2)), Float32(0.0))
-KERNELS = Kernels(VerifyF32, _EXAMPLES, "6q6q5q3q5q4q6q4q2q2qf4x")
+_EXAMPLES = (*map(_longs, (6, 6, 5, 3, 6)), _ints(4), _longs(6), *map(_ints, (6, 3, 2)), Float32(0.0))
+KERNELS = Kernels(VerifyF32, _EXAMPLES, "6q6q5q3q6q4q6q6q3q2qf4x")
 # Items (rows times heads) per multiprocessor below which two blocks share one (tools/bench_step.py).
 SPLIT_BELOW = 0.5
+# Items a block from which on they are taken by ticket in the second half (verify.py).
+TICKETS_FROM = 16
+# Share of the multiprocessors without an item in the last round between which their next blocks help others.
+HELPERS = (0.15, 0.3)
 # Widths of a convolution that the kernel takes in: its history and weights are registers of one thread.
 MAX_WIDTH = 5
 
@@ -110,6 +114,23 @@ def compile_deferred_verify_f32(
         KERNELS.load(facts, state_ref.device)
 
 
+def share_out(items: int, blocks: int, split: int) -> tuple[int, int, int]:
+    """How a launch divides its items among at most `blocks` blocks, `split` of them on an item.
+
+    Returns:
+        groups: of `split` blocks. As many as there are: with fewer for even rounds the last ones of a launch and the
+            first of the next do not overlap (12 requests of 12 heads on 132 multiprocessors: 542 µs, not 636).
+        helpers: groups that fetch a state for others. Where a few multiprocessors are free a round before the others,
+            the next launch's first blocks find the memory idle there.
+        fixed: items that are not taken by ticket, where there is a counter.
+    """
+    groups = max(1, min(blocks // split, items))
+    spare = blocks // split - ((items - 1) % groups + 1)
+    helpers = spare if split == 1 and HELPERS[0] <= spare / blocks <= HELPERS[1] else 0
+    ticketed = split == 1 and items >= TICKETS_FROM * groups
+    return groups, helpers, items // groups // 2 * groups if ticketed else items
+
+
 def deferred_verify_f32(
     q: Tensor,
     k: Tensor,
@@ -151,10 +172,9 @@ def deferred_verify_f32(
     items, blocks = batch * heads, sm_count(device)
     if split is None:
         split = 2 if items < SPLIT_BELOW * blocks else 1
-    groups = max(1, min(blocks // split, items))
-    # As many as it takes for no more rounds, if that leaves an eighth of them for the next layer to start early on.
-    even = -(-items // -(-items // groups)) if items else 1
-    groups = even if even <= groups * 7 // 8 else groups
+    groups, helpers, fixed = share_out(items, blocks, split)
+    counter = tickets(device) if fixed < items else 0
+    fixed = fixed if counter else items
     width, keeps = (0, False) if conv is None else (conv.weight.shape[1], conv.keeps_history)
     facts = verify_facts(heads, spec_query_len, k.dtype, A_log.dtype, dt_bias.dtype, width, keeps, split)
     sized = (q, k, raw_g, v, raw_beta, out)
@@ -180,14 +200,18 @@ def deferred_verify_f32(
         *(t.stride(0) * t.element_size() for t in layer),
         *(0 if t is None else t.data_ptr() for t in indices),
         errors.data_ptr(),
+        counter,
         *(0 if t is None else t.stride(0) for t in indices),
         *conv_values,
         checkpoint_state.shape[0],
         records.correction.shape[0],
         batch,
         tokens,
+        fixed,
+        items - fixed + groups - 1,
         int(programmatic and bool(early)),
         int(raw_beta.dtype == torch.float32),
+        helpers,
         split * groups,
         int(programmatic),
         lower_bound,
