@@ -35,10 +35,13 @@ _EXAMPLES = (*map(_longs, (6, 6, 5, 3, 6)), _ints(4), _longs(6), *map(_ints, (6,
 KERNELS = Kernels(VerifyF32, _EXAMPLES, "6q6q5q3q6q4q6q6q3q2qf4x")
 # Items (rows times heads) per multiprocessor below which two blocks share one (tools/bench_step.py).
 SPLIT_BELOW = 0.5
-# Items a block from which on they are taken by ticket in the second half (verify.py).
-TICKETS_FROM = 16
-# Share of the multiprocessors without an item in the last round between which their next blocks help others.
-HELPERS = (0.15, 0.3)
+# Items a block from which on those of the second half go by ticket. µs without and with: 4231 and 4283 at 11.6 items a
+# block (128 requests), 5292 and 5232 at 14.5, 6366 and 6224 at 17.5, 8495 and 8224 at 23.3.
+TICKETS_FROM = 14
+# Items a block from which on, besides launches of one item a block, blocks help others if at most so many of the
+# multiprocessors have no item in the last round. µs without and with: 422 and 399 at one item (8 requests), 443 and 428
+# (9), 836 and 851 at 2 (20), 1157 and 1159 at 3 (32), 1428 and 1432 at 4 (42), 2146 and 2125 at 6 (64).
+HELP_FROM, HELPERS = 5, 0.3
 # Widths of a convolution that the kernel takes in: its history and weights are registers of one thread.
 MAX_WIDTH = 5
 
@@ -118,17 +121,17 @@ def share_out(items: int, blocks: int, split: int) -> tuple[int, int, int]:
     """How a launch divides its items among at most `blocks` blocks, `split` of them on an item.
 
     Returns:
-        groups: of `split` blocks. As many as there are: with fewer for even rounds the last ones of a launch and the
-            first of the next do not overlap (12 requests of 12 heads on 132 multiprocessors: 542 µs, not 636).
-        helpers: groups that fetch a state for others. Where a few multiprocessors are free a round before the others,
-            the next launch's first blocks find the memory idle there.
+        groups: of `split` blocks, as many as fit. Fewer, for even rounds, would leave no multiprocessor early to the
+            next launch's first blocks (12 requests: 72 blocks take 663 µs, 132 take 542; 16: 96 take 722, 132 683).
+        helpers: groups that fetch the state of another. Where few multiprocessors are free a round before the others,
+            the next launch's first blocks start there, and find the memory idle.
         fixed: items that are not taken by ticket, where there is a counter.
     """
     groups = max(1, min(blocks // split, items))
-    spare = blocks // split - ((items - 1) % groups + 1)
-    helpers = spare if split == 1 and HELPERS[0] <= spare / blocks <= HELPERS[1] else 0
-    ticketed = split == 1 and items >= TICKETS_FROM * groups
-    return groups, helpers, items // groups // 2 * groups if ticketed else items
+    rounds, spare = items / groups, blocks - ((items - 1) % groups + 1)
+    helpful = rounds <= 1 or (rounds > HELP_FROM and spare <= HELPERS * blocks)
+    ticketed = split == 1 and rounds >= TICKETS_FROM
+    return groups, spare if split == 1 and helpful else 0, items // groups // 2 * groups if ticketed else items
 
 
 def deferred_verify_f32(

@@ -80,7 +80,7 @@ def load_global(address, dtype=Float32, count=1, *, loc=None, ip=None):
 
 @dsl_user_op
 def load_fresh(address, dtype=Float32, count=1, *, loc=None, ip=None):
-    """As `load_global`, past L1 (`ld.volatile`, a relaxed load): what L1 kept from launches before is not seen."""
+    """As `load_global`, past L1 (`ld.volatile`, a relaxed load): nothing is seen that L1 kept from launches before."""
     return _load(Int64(address), _GMEM, dtype, count, True, loc, ip)
 
 

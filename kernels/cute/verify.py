@@ -16,20 +16,28 @@ Grid at most one block an SM, 512 threads each walking the block's items (verify
 - warps 8 to 11: replay coefficients one item ahead, couplings, solve, u and o; v's convolution. 104
 - warp 12 loads states, 13 all else, two items ahead; 14 writes the zeros, 15 stores the states.  72
 
+Who takes what: item k of the first round belongs to block k, and so on in a fixed stride. A launch with many items has
+those of the second half taken by ticket (items.py). Blocks that start early, on the multiprocessors that the launch
+before leaves first, may bring the first state of the blocks that start last into L2 (deferred.py says when).
+
 Traffic of an item: 64 KiB in, 64 KiB out if n > 0, n KiB of records in, Q KiB of records out, 1.25 Q KiB of
 activations: for n = 4, Q = 8 at 4.2 TB/s 9500 cycles an SM; the fold warps need about 7000. On an H200 with 69 layers
-of 12 heads the verifies of 64 requests take 1.11 times that floor, of 256 1.09. No unit was full (alone under ncu,
+of 12 heads the verifies of 64 requests take 1.10 times that floor, of 256 1.07. No unit was full (alone under ncu,
 before the tokens' copies, 64 requests: DRAM at 55 % of its peak, L2 at 70 %, L1 and shared memory at 46 %, issue slots
 at 28 %). The memory waits for the first window of a layer, and half the cycles between two instructions of a warp go to
-what it asked of L1 or shared memory. At one request a layer takes 3.5 µs, the latency of launch, tokens, coefficients,
-products and solve; what an early kernel does before its wait is on that path as well. To ask for the first item's
-records before its pending count is known shortens it (216 µs instead of 233 for all layers of one request, 691 instead
-of 716 at 16), but costs at 64 requests (2166 instead of 2125), and is not done.
+what it asked of L1 or shared memory. At one request a layer takes 3.2 µs, the latency of launch, tokens, coefficients,
+products and solve; what an early kernel does before its wait is on that path as well. So a block reads global memory
+past L1, not behind a fence that drops it, the loaders' first look is on its way while the barriers are set up, and the
+gate parameters of a block's first head are there before its records: 222 µs instead of 238 at one request, 319
+instead of 338 at 4.
 
 Tried for 1, 16 and 64 requests, without a gain of 1 %: a third accumulator in the products, for shorter chains;
 `evict_first` on the loads of the states (2188 µs instead of 2142 at 64 requests, though 710 instead of 721 at 16), on
 their stores (209 instead of 234 at one request, but only since the states of a bench then stay in L2 from step to
-step), on both (8930 instead of 8475 at 256). Tickets gain only with hundreds of requests (items.py).
+step), on both (8930 instead of 8475 at 256); all Q records of the first item asked for before its pending count is
+known (224 instead of 222 at one request, 717 instead of 720 at 16, 2194 instead of 2142 at 64); more than one state
+fetched for another block, or later ones for oneself (2143 and 2323 instead of 2131 at 64); one item over two blocks
+where a block would have 1 to 3 (830 instead of 684 at 16); fewer blocks than multiprocessors (deferred.py).
 
 Programmatic launch (order.py): launched `early`, state, records, history and the whole replay come before this kernel's
 wait; else every thread waits before its first access. The successor is released after the wait. Every block waits, also
@@ -120,22 +128,21 @@ class VerifyF32(VerifyRoles, VerifyRows):
             cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         parameters = (layer[3], layer[4], lower_bound)
-        head = items[0] % self.heads
         group = warp >> 2
         if group == 0:
             cute.arch.setmaxregister_increase(_REGISTERS[0])
             self.project(shared, warp, lane, share)
         elif group == 1:
             cute.arch.setmaxregister_decrease(_REGISTERS[1])
-            self.prepare_window(shared, thread - 128, warp - 4, lane, share, head, parameters, conv)
+            self.prepare_window(shared, thread - 128, warp - 4, lane, share, parameters, conv)
         elif group == 2:
             cute.arch.setmaxregister_decrease(_REGISTERS[2])
             i = Int32(0)
-            known = self.parameters_of(head, thread - 256, parameters)
-            n, *known = self.prepare_replay(shared, i, thread - 256, warp - 8, lane, parameters, *known)
+            gate = self.first_gate(thread - 256, parameters)
+            n, gate = self.prepare_replay(shared, i, thread - 256, warp - 8, lane, parameters, gate)
             while n >= 0:
                 taps = self.value_taps(shared, i, thread - 256, share, conv)
-                n, *known = self.prepare_replay(shared, i + 1, thread - 256, warp - 8, lane, parameters, *known)
+                n, gate = self.prepare_replay(shared, i + 1, thread - 256, warp - 8, lane, parameters, gate)
                 strides = token_strides[4], token_strides[5]
                 self.solve(shared, i, thread - 256, warp - 8, lane, share, *strides, wide_beta, conv, taps)
                 i += 1

@@ -1,4 +1,4 @@
-"""What the deferred verify reads of a row, and what it writes for the tokens of nobody; the kernel is verify.py.
+"""What the deferred verify reads of a row and a head, and writes for the tokens of nobody; the kernel is verify.py.
 
 Hostile values stay inside the buffers: slots and rows out of range count as null and -1, counts and query_start_loc
 are clamped.
@@ -9,13 +9,28 @@ are clamped.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from ...errors import NUM_KINDS, ErrorKind
 from . import ptx
+from .tile import K
 
 
 class VerifyRows:
+    def first_gate(self, c, parameters):
+        """`gate_of` the block's first item, asked for before its notice is there."""
+        block, _, _ = cute.arch.block_idx()
+        return self.gate_of(block // self.split % self.heads, c, parameters)
+
+    def gate_of(self, h, c, parameters):
+        """A head, its exp(A_log), and dt_bias of its channel c."""
+        a_logs, dt_biases, _ = parameters
+        bias = self.load_parameter(dt_biases, h * K + c, self.dt_bias_dtype)
+        return h, ptx.exp(self.load_parameter(a_logs, h, self.a_log_dtype)), bias
+
+    def load_parameter(self, base, index, dtype):
+        return ptx.load_fresh(base + Int64(index) * (dtype.width // 8), dtype).to(Float32)
+
     def index(self, which, b, step):
         """Entry b of slots (0), record rows (1), first tokens (2) or pending counts (3)."""
         indices, index_strides, _ = step

@@ -175,11 +175,10 @@ def test_the_wait_stands_before_the_first_access_of_global_memory(ptx):
     assert any(line.startswith("ld.param") and flag in line for line in ptx[:wait]), "the flag is an argument"
 
 
-def test_early_reads_go_past_l1(ptx):
-    """No wait in front of them drops what L1 kept from launches before; only β, in either dtype, is read behind one."""
-    weak, fresh = places(ptx, r"\bld\.global"), places(ptx, r"\bld\.volatile\.global")
-    assert len(weak) == 2 and len(fresh) > 20
-    assert not places(ptx, r"fence\.acq_rel"), "a fence of the device costs every layer a tenth of a microsecond"
+def test_global_memory_is_read_past_l1(ptx):
+    """Early reads have no wait in front that would drop what L1 kept from launches before."""
+    assert len(places(ptx, r"\bld\.volatile\.global")) > 20
+    assert not places(ptx, r"\bld\.(global|[bfus]\d)")
 
 
 def test_dependents_are_released_right_after_a_wait(ptx):
