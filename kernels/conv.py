@@ -25,12 +25,14 @@ from .fold import table_pointer, table_stride
 from .recurrence import NO_CONTRACTION, count_error, wide
 from .verify import clear_tokens, live_row, pending_of, query_range
 
-BLOCK_D = 256
 VERIFY_BLOCK_D = 64
 MAX_BLOCK_T = 8
-# Programs that fill the card. A compaction of more rows and layers gives each more blocks of channels: where nothing
-# folds, as in most deferred steps, its time is that of starting its programs.
-FOLD_PROGRAMS = 8192
+# Channels of a compaction's block: whole sectors in either storage order, and with the three columns of width 4 lanes
+# for nearly all of 1024.
+CHANNELS = 336
+# Programs of a compaction, which share its blocks row by row: where nothing folds, as in most deferred steps, its time
+# is that of starting them.
+FOLD_PROGRAMS = 4096
 _QUERY_LEN = tl.constexpr(int(ErrorKind.QUERY_LEN))
 
 _VOLATILE = [
@@ -148,15 +150,19 @@ def graphrt_fold_conv_kernel(
     conv_addrs, conv_strides, dim_strides, column_strides,  # [L] int64
     commit_lens_ptr, final_ptr, boundary_ptr, boundary_lens_ptr,  # [R] int32
     state_indices_ptr,   # [B] int32
-    slot_stride,
-    D, HIST: tl.constexpr, BLOCK_H: tl.constexpr, KEEPS_HISTORY: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    slot_stride, num_layers,
+    D: tl.constexpr, HIST: tl.constexpr, KEEPS_HISTORY: tl.constexpr, ALIGN: tl.constexpr, DIM_LAST: tl.constexpr,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Move the history after the accepted tokens to columns [0, hist) of the destination. Grid (parts, B, L)."""
-    i_b, i_layer = tl.program_id(1), tl.program_id(2)
+    """Move the history after the accepted tokens to columns [0, hist) of the destination. Grid (programs, B)."""
+    i_b = tl.program_id(1)
     n = tl.load(commit_lens_ptr + i_b)
     if n <= 0:
         return
+    start = history_start(n, KEEPS_HISTORY)
+    if not ALIGN:
+        if start == 0:
+            return
     source = tl.load(state_indices_ptr + i_b * slot_stride).to(tl.int64)
     final = tl.load(final_ptr + i_b).to(tl.int64)
     boundary, at = final, 0
@@ -164,16 +170,21 @@ def graphrt_fold_conv_kernel(
         boundary = tl.load(boundary_ptr + i_b).to(tl.int64)
         # Without a boundary its length is 0: a read of the source, not used.
         at = history_start(tl.load(boundary_lens_ptr + i_b), KEEPS_HISTORY)
-    stride = table_stride(conv_strides, i_layer, False)
-    dim = table_stride(dim_strides, i_layer, False)
-    column = table_stride(column_strides, i_layer, False)
-    o_h = tl.arange(0, BLOCK_H)
-    p_history = table_pointer(conv_addrs, i_layer, conv_like, False) + o_h[None, :] * column
-    for i_d in range(tl.program_id(0), tl.cdiv(D, BLOCK_D), tl.num_programs(0)):
-        o_d = (i_d * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
-        mask = (o_d[:, None] < D) & (o_h[None, :] < HIST)
-        p = p_history + o_d[:, None] * dim
-        b_final = tl.load(p + source * stride + history_start(n, KEEPS_HISTORY) * column, mask=mask)
+    o = tl.arange(0, BLOCK)
+    # Lanes in the order of the memory, and none for what is not moved.
+    if DIM_LAST:
+        o_d, o_h = o % CHANNELS, o // CHANNELS
+    else:
+        o_d, o_h = o // HIST, o % HIST
+    parts: tl.constexpr = (D + CHANNELS - 1) // CHANNELS
+    for i in range(tl.program_id(0), num_layers * parts, tl.num_programs(0)):
+        i_layer, first = i // parts, i % parts * CHANNELS
+        stride = table_stride(conv_strides, i_layer, False)
+        dim = table_stride(dim_strides, i_layer, False)
+        column = table_stride(column_strides, i_layer, False)
+        mask = (o < CHANNELS * HIST) & (first + o_d < D)
+        p = table_pointer(conv_addrs, i_layer, conv_like, False) + (first + o_d).to(tl.int64) * dim + o_h * column
+        b_final = tl.load(p + source * stride + start * column, mask=mask)
         if ALIGN:
             b_boundary = tl.load(p + source * stride + at * column, mask=mask)
             tl.debug_barrier()
@@ -210,12 +221,12 @@ def conv_verify(
 
 def compact_conv(stack: LayerStack, plan: Plan, state_indices: Tensor, align: bool) -> None:
     """Run a written plan over the convolution states of every layer, on the current stream."""
-    conv_dim, batch, layers = stack.conv_states[0].shape[1], state_indices.shape[0], len(stack.conv_states)
-    parts = max(1, min(triton.cdiv(conv_dim, BLOCK_D), FOLD_PROGRAMS // max(1, batch * layers)))
-    graphrt_fold_conv_kernel[(parts, batch, layers)](
-        stack.conv_states[0], stack.conv_addrs, stack.conv_strides, stack.conv_dim_strides, stack.conv_column_strides,
+    conv, batch, layers = stack.conv_states[0], state_indices.shape[0], len(stack.conv_states)
+    blocks = layers * triton.cdiv(conv.shape[1], CHANNELS)
+    graphrt_fold_conv_kernel[(max(1, min(blocks, FOLD_PROGRAMS // max(1, batch))), batch)](
+        conv, stack.conv_addrs, stack.conv_strides, stack.conv_dim_strides, stack.conv_column_strides,
         plan.commit_lens, plan.final_state_indices, plan.boundary_state_indices, plan.boundary_recovery_lens,
-        state_indices, slot_stride=state_indices.stride(0), D=conv_dim, HIST=stack.hist,
-        BLOCK_H=triton.next_power_of_2(stack.hist), KEEPS_HISTORY=stack.conv_keeps_history, ALIGN=align,
-        BLOCK_D=BLOCK_D, num_warps=4, **NO_CONTRACTION,
+        state_indices, slot_stride=state_indices.stride(0), num_layers=layers, D=conv.shape[1], HIST=stack.hist,
+        KEEPS_HISTORY=stack.conv_keeps_history, ALIGN=align, DIM_LAST=conv.stride(1) < conv.stride(2),
+        CHANNELS=CHANNELS, BLOCK=triton.next_power_of_2(CHANNELS * stack.hist), num_warps=4, **NO_CONTRACTION,
     )  # fmt: skip

@@ -28,10 +28,11 @@ _INDEX_POINTERS = ["state_indices_ptr", "record_rows_ptr"]
 @triton.jit
 def table_pointer(table_ptr, i_layer, like_ptr, ALIGNED: tl.constexpr):
     """Base pointer of a layer's tensor, typed like `like_ptr`."""
-    address = tl.load(table_ptr + i_layer)
+    pointer = tl.load(table_ptr + i_layer).to(like_ptr.dtype)
+    # Said of the pointer: what is known of an integer is lost where it becomes one, and accesses stay narrow.
     if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(like_ptr.dtype)
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit

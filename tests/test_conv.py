@@ -111,7 +111,7 @@ def test_other_widths_match_the_oracle(backend_device, width, query_len, engine_
     assert same_bytes(pool.state(3, 0)[1], truths[2].exact[0].history)
 
 
-@pytest.mark.parametrize("conv_dim, programs", [(1, None), (7, None), (300, None), (600, 4)])
+@pytest.mark.parametrize("conv_dim, programs", [(1, None), (7, None), (300, None), (1000, 4)])
 @FIRST
 def test_any_number_of_channels_works(backend_device, conv_dim, programs, conv_dim_first, monkeypatch):
     """Channels that fill no block of a kernel touch no neighbour, also where two programs share three blocks of them;
