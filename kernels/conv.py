@@ -38,8 +38,13 @@ _QUERY_LEN = tl.constexpr(int(ErrorKind.QUERY_LEN))
 _VOLATILE = [
     "num_tokens", "batch", "num_slots", "num_rows", "spec_query_len", "has_rows", "has_pending",
     "qsl_stride", "slot_stride", "row_stride", "pending_stride",
+    # A program is over before wider accesses to its few tokens and weights would pay; each would double the variants.
+    "x_stride", "out_stride", "weight_dim_stride", "weight_stride",
 ]  # fmt: skip
-_INDEX_POINTERS = ["qsl_ptr", "state_indices_ptr", "record_rows_ptr", "pending_ptr", "errors_ptr"]
+_POINTERS = [
+    "qsl_ptr", "state_indices_ptr", "record_rows_ptr", "pending_ptr", "errors_ptr", "x_ptr", "out_ptr", "weight_ptr",
+    "bias_ptr",
+]  # fmt: skip
 
 
 @triton.jit
@@ -51,7 +56,7 @@ def history_start(n, KEEPS_HISTORY: tl.constexpr):
         return tl.maximum(n - 1, 0)
 
 
-@triton.jit(do_not_specialize=_VOLATILE, do_not_specialize_on_alignment=_INDEX_POINTERS)
+@triton.jit(do_not_specialize=_VOLATILE, do_not_specialize_on_alignment=_POINTERS)
 def graphrt_verify_conv_kernel(
     x_ptr,              # [T, D]
     conv_ptr,           # [slots, D, C], any strides
@@ -157,12 +162,11 @@ def graphrt_fold_conv_kernel(
     """Move the history after the accepted tokens to columns [0, hist) of the destination. Grid (programs, B)."""
     i_b = tl.program_id(1)
     n = tl.load(commit_lens_ptr + i_b)
-    if n <= 0:
+    # In the layout without room for the history a single token leaves it in its place.
+    least: tl.constexpr = 1 if KEEPS_HISTORY or ALIGN else 2
+    if n < least:
         return
     start = history_start(n, KEEPS_HISTORY)
-    if not ALIGN:
-        if start == 0:
-            return
     source = tl.load(state_indices_ptr + i_b * slot_stride).to(tl.int64)
     final = tl.load(final_ptr + i_b).to(tl.int64)
     boundary, at = final, 0

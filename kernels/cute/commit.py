@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ...backends import Facts, Support
 from ...environment import cute_arch
+from ..fold import fold as triton_fold
 from .build import DTYPES, Kernels, sm_count, target, tickets
 from .fold import FoldF32
 from .items import ROWS
@@ -113,6 +114,9 @@ def fold(stack, plan, state_indices: Tensor, record_rows: Tensor | None, align: 
     state, correction, key_gate = stack.checkpoints[0], stack.corrections[0], stack.key_gates[0]
     batch, layers, heads = state_indices.shape[0], len(stack.checkpoints), state.shape[1]
     if batch == 0:
+        return
+    if record_rows is None and not use_commit_f32(heads, batch, layers):
+        triton_fold(stack, plan, state_indices, record_rows, align)
         return
     rows = state_indices if record_rows is None else record_rows
     facts = fold_facts(
