@@ -15,6 +15,7 @@ from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
 from graphrt.checks import check_block_size, check_flag, check_index, check_kind, check_not_expanded, fail
 from graphrt.choice import Choice, CommitChoice, StepShape, choose_commit
 from graphrt.context import KDARecoverSSMCommitContext
+from graphrt.fixed import Fixed
 from graphrt.steps import Commit, Staged
 
 log = logging.getLogger("graphrt")
@@ -91,7 +92,7 @@ def static_tensors(context: KDARecoverSSMCommitContext, inputs: StepInputs) -> d
     return found
 
 
-class CommitRunner:
+class CommitRunner(Fixed):
     """Replays the commit, flush or drain of a staged step, from the static inputs alone.
 
     A step is `inputs.stage(...)`, the engine's verify and sampling, then `commit`. Every replay writes the context's
@@ -244,11 +245,13 @@ class CommitRunner:
         checked.whole_step(self.inputs.rows(self.inputs.max_num_reqs), num_reqs)
         if mode != "commit":
             owners = self.inputs.owners(num_reqs)
-            checked.flush_values(rows.state_indices, rows.record_rows, self.pending, owners, stack)
+            zero = mode == "drain"
+            checked.flush_values(rows.state_indices, rows.record_rows, self.pending, owners, stack, zero)
             return None
         size = self._recordings.size_of(mode, num_reqs) or num_reqs
         commit = Commit(request_indices=None, **self._commit_arguments(rows, self.choice.eager(size)))
         checked.commit_values(commit, stack.geometry)
+        checked.check_verified(stack.corrections, commit)
         return commit
 
     def _commit_arguments(self, rows: Staged, all_eager: bool) -> dict[str, Any]:

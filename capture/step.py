@@ -18,6 +18,7 @@ from graphrt.checks import check_callable, check_count, check_flag, check_index,
 from graphrt.choice import Choice
 from graphrt.context import KDARecoverSSMCommitContext
 from graphrt.errors import error_counter
+from graphrt.fixed import Fixed
 from graphrt.launch import launch
 from graphrt.sentinels import SCRATCH_ROW
 from graphrt.steps import Advance, Staged, StageSources, StepBegin
@@ -71,7 +72,7 @@ Sample = Callable[[StepRows, Any], Sampled]
 """Chooses tokens, accepts drafts, stages the next windows' tokens."""
 
 
-class DecodeStep:
+class DecodeStep(Fixed):
     """One decode step on the device: from staged rows to the staged rows of the next step.
 
     The launches of a step, in order:

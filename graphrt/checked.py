@@ -19,15 +19,22 @@ from .steps import Commit, Geometry, Owners, Rows, Staged, StageSources
 
 @dataclass(slots=True)
 class _OpenRows:
-    """Of the records of one layer: the rows whose last verify was not committed, and whose rows they are."""
+    """Of the records of one layer: where its rows stand between verify and commit, and whose rows they are."""
 
     rows: set[int] = field(default_factory=set)
+    """Those whose last verify was not committed."""
+    committed: dict[int, bool] = field(default_factory=dict)
+    """Those whose last verify was, and whether they have been flushed since. What nobody saw verified is in neither."""
+    recorded: set[str] = field(default_factory=set)
+    """What of "verify" and "flush" is in some recording, whose replays nobody sees."""
     pending: int | None = None
     """Address of the pending counts that go with these records; None as long as no call has named both."""
 
 
 # By the corrections tensor of each layer.
 _open_rows: Any = WeakIdKeyDictionary()
+# Addresses of the checkpoints that go with a convolution state.
+_checkpoints: Any = WeakIdKeyDictionary()
 
 
 def enabled(check: bool | None) -> bool:
@@ -57,27 +64,45 @@ def written_states(rows: Rows, checkpoint: Tensor) -> None:
 
 
 def flush_values(
-    state_indices: Tensor, record_rows: Tensor, pending: Tensor, owners: Owners | None, stack: LayerStack
+    state_indices: Tensor, record_rows: Tensor, pending: Tensor, owners: Owners | None, stack: LayerStack, zero: bool
 ) -> None:
-    """Raise for the first bad value of a flush or drain: ValueError, RuntimeError for a row without its commit."""
+    """Raise for the first bad value of a flush or drain: ValueError, RuntimeError for a row without its commit.
+
+    Args:
+        zero: it is a drain. A flush is noted: the commit of the same step may come without a verify.
+    """
     geometry, batch = stack.geometry, state_indices.shape[0]
     rows, slots = _read(record_rows, batch), _read(state_indices)
     _slots_and_rows(slots, rows, geometry.num_slots, geometry.num_rows)
     _generations(owners, slots, rows)
     _pending_counts(_read(pending), rows, geometry.spec_query_len)
-    check_committed([row for row, slot in zip(rows, slots, strict=True) if slot > 0 and row >= 0], stack.corrections)
+    live = [row for row, slot in zip(rows, slots, strict=True) if slot > 0 and row >= 0]
+    check_committed(live, stack.corrections)
+    if not zero:
+        for layer in _layers(stack.corrections):
+            layer.committed.update((row, True) for row in live if row in layer.committed)
 
 
 def check_committed(rows: list[int], corrections: list[Tensor]) -> None:
     """What a row has pending belongs to records that its last verify overwrote, until the commit of that step."""
-    for correction in corrections:
-        waiting = _open_rows.get(correction, _OpenRows()).rows
+    for layer in _layers(corrections):
         for row in rows:
-            if row in waiting:
+            if row in layer.rows:
                 raise RuntimeError(
                     f"record row {row} was verified and not committed: its state is between two steps; commit the step "
                     "first (accepted 0 abandons it)"
                 )
+
+
+def note_layer(conv_state: Tensor, checkpoint: Tensor) -> None:
+    """A context has these two as one layer's."""
+    _checkpoints.setdefault(conv_state, set()).add(checkpoint.data_ptr())
+
+
+def same_layer(conv_state: Tensor, checkpoint: Tensor) -> None:
+    """Raise ValueError for the convolution state of a context's layer beside another layer's checkpoint."""
+    if checkpoint.data_ptr() not in _checkpoints.get(conv_state, {checkpoint.data_ptr()}):
+        fail("conv.conv_state", "that of the layer whose checkpoint_state is given", "that of another layer")
 
 
 def _generations(owners: Owners | None, slots: list[int], rows: list[int] | None) -> None:
@@ -219,15 +244,69 @@ def open_step(correction: Tensor, rows: Rows) -> None:
                 f"record row {row} was verified and not committed: commit the step first (accepted 0 abandons it)"
             )
     layer.rows.update(live)
+    for row in live:
+        layer.committed.pop(row, None)
+
+
+def check_verified(corrections: list[Tensor], c: Commit) -> None:
+    """RuntimeError for a row that was committed and not verified since: its old records would be folded or noted again.
+
+    Only where this mode saw its last verify in every layer, and nothing since that may have been another one. A commit
+    that changes nothing passes: accepted 0, with nothing pending, or what is pending folded by a flush.
+    """
+    layers = _layers(corrections)
+    if len(layers) < len(corrections) or any("verify" in layer.recorded for layer in layers):
+        return
+    stale = set.intersection(*(set(layer.committed) for layer in layers))
+    if not stale:
+        return
+    record_rows = range(c.batch) if c.record_rows is None else _read(c.record_rows, c.batch)
+    requests = range(c.batch) if c.request_indices is None else _read(c.request_indices, c.batch)
+    slots, accepted = _read(c.state_indices), _read(c.num_accepted_tokens)
+    pending = None if c.pending is None else _read(c.pending)
+    for row, slot, request in zip(record_rows, slots, requests, strict=True):
+        if slot <= 0 or row not in stale:
+            continue
+        flushed = all(layer.committed[row] or "flush" in layer.recorded for layer in layers)
+        if accepted[request] > 0 or (pending is not None and pending[row] > 0 and not flushed):
+            raise RuntimeError(
+                f"record row {row} was committed and not verified since: its records would be committed twice, or "
+                "what it has pending be lost; a step is the verify of all layers, then one commit"
+            )
 
 
 def close_step(corrections: list[Tensor], c: Commit) -> None:
     """The rows of a commit are committed, in every layer."""
     record_rows = range(c.batch) if c.record_rows is None else _read(c.record_rows, c.batch)
+    slots = _read(c.state_indices)
     if c.pending is not None:
         keep_together(corrections, c.pending)
     for correction in corrections:
-        _open_rows.setdefault(correction, _OpenRows()).rows.difference_update(record_rows)
+        layer = _open_rows.setdefault(correction, _OpenRows())
+        for row, slot in zip(record_rows, slots, strict=True):
+            if slot > 0 and (row in layer.rows or row in layer.committed):
+                layer.committed[row] = False
+            layer.rows.discard(row)
+
+
+def unseen(what: str, corrections: list[Tensor]) -> None:
+    """Note a verify, flush or commit whose values this mode does not read: what it knew of the rows holds no longer."""
+    if execution() != AT_ONCE:
+        # A recorded commit runs behind recorded verifies, or `CommitRunner` says when.
+        for correction in corrections if what != "commit" else []:
+            _open_rows.setdefault(correction, _OpenRows()).recorded.add(what)
+        return
+    for layer in _layers(corrections):
+        layer.committed.clear()
+        if what == "commit":
+            layer.rows.clear()
+
+
+def forget(corrections: list[Tensor]) -> None:
+    """All records were replaced: no row is between two steps."""
+    for layer in _layers(corrections):
+        layer.rows.clear()
+        layer.committed.clear()
 
 
 def keep_together(corrections: list[Tensor], pending: Tensor) -> None:
@@ -245,6 +324,13 @@ def forget_row(row: int, pending: Tensor) -> None:
     for layer in _open_rows.values():
         if layer.pending in (None, pending.data_ptr()):
             layer.rows.discard(row)
+            layer.committed.pop(row, None)
+
+
+def _layers(corrections: list[Tensor]) -> list[_OpenRows]:
+    """What is known of these layers; nothing of a layer that no call has named."""
+    found = (_open_rows.get(correction) for correction in corrections) if _open_rows else ()
+    return [layer for layer in found if layer is not None]
 
 
 def _read(t: Tensor, length: int | None = None) -> list[int]:

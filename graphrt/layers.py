@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .checks import FLOATS, check_count, check_head_dim, check_is_tensor, check_lower_bound, check_not_expanded, fail
+from .fixed import Fixed
 from .overlap import check_apart
 from .records import KDARecoverSSMRecords
 from .steps import Geometry
@@ -54,7 +55,7 @@ class KDALayer:
 
 
 @dataclass(frozen=True)
-class LayerStack:
+class LayerStack(Fixed):
     """The tensors of L layers and int64 tables of their addresses and strides (in elements), on the device.
 
     The lists keep the tensors alive, the tables are what kernels read. Nothing is copied: a weight update in place

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from . import checked
 from .checks import check_count, check_is_tensor, check_kind, check_several, check_tensor, fail
+from .fixed import Fixed
 from .launch import refuse_in_recording
 from .layers import LayerStack
 from .sentinels import NULL_BLOCK_ID, SCRATCH_ROW
@@ -53,7 +54,7 @@ def _writing() -> AbstractContextManager[None]:
     return torch.inference_mode()
 
 
-class StateAccess:
+class StateAccess(Fixed):
     """What a commit context does with whole states, in stream order. Inside a recording it is refused."""
 
     stack: LayerStack

@@ -29,6 +29,7 @@ from .checks import (
 from .errors import error_counter
 from .fused import FusedConv, check_conv, check_fused
 from .launch import launch
+from .overlap import check_pool_apart
 from .records import KDARecoverSSMRecords
 from .steps import Rows
 
@@ -213,13 +214,20 @@ def _verify(
     if conv is not None:
         convolution = check_fused(conv, q, k, v, checkpoint, rows.spec_query_len)
         check_apart("out", out, 1, {"conv.conv_state": convolution.state})
+        scratch = int(rows.record_rows is not None)
+        written = {name: (t, scratch * (name != "checkpoint_state")) for name, t in pools.items()}
+        check_pool_apart("conv.conv_state", convolution.state, written)
         conv_verify = backends.choose_conv(backend, q).conv_verify
         call = (chosen.fused_verify, conv_verify, *inputs, convolution, out)
     if checked.enabled(check):
         checked.row_values(rows, q.shape[1], checkpoint.shape[0], records.correction.shape[0])
         checked.written_states(rows, checkpoint)
+        if conv is not None:
+            checked.same_layer(conv.conv_state, checkpoint)
         # Last of all checks: a verify that is refused opens no step.
         checked.open_step(records.correction, rows)
+    else:
+        checked.unseen("verify", [records.correction])
     launch(name, _run_counted, *call)
     return out
 

@@ -12,7 +12,7 @@ import torch
 from engine import WINDOW, Batch, Engine, assert_same, int32
 from toy import Toy
 
-from graphrt import KDARecoverSSMDeferred, RecordSlots, RequestState, allocate_records, launch
+from graphrt import KDARecoverSSMDeferred, RecordSlots, RequestState, allocate_records, launch, reset_errors
 from graphrt.capture import CaptureError, CommitRunner, StepInputs, dummy_inputs, record
 
 BLOCK = 8
@@ -166,6 +166,7 @@ ONE_SHOT = {
         1, RequestState([t[1] for t in e.context.checkpoints], [t[1, :, :2] for t in e.context.conv_states], 3), 0,
         ledger.pending,
     ),
+    "reset_errors": lambda e, ledger: reset_errors(e.device),
 }  # fmt: skip
 
 

@@ -155,7 +155,7 @@ MUTANTS = (
     ),
     Mutant(
         "a step object flushes twice",
-        "graphrt/context.py",
+        "graphrt/deferred.py",
         "        self.flushed = True\n",
         "",
         ("tests/test_flush_drain.py", "tests/test_traces.py"),

@@ -1,0 +1,178 @@
+"""Checked mode: a second commit of a step, without a verify between, would fold or note the same records again."""
+
+import pytest
+import torch
+from rig import Pool, Snapshot, Target
+from steps import Batch, Row, commit, core_verify
+from truth import start
+
+from graphrt import RecordSlots, load_state, save_state
+from graphrt.capture import CommitRunner, StepInputs, record
+
+CPU = Target("torch", "cpu")
+ROWS = [Row(3, 0, 4), Row(4, 1, 4)]
+
+
+def committed(accepted=(2, 3), deferred=True, **shape):
+    """A pool whose first step is verified and committed, and the batch of that step."""
+    pool = Pool(CPU, CPU.shape(**({"layers": 2, "heads": 1} | shape)), check=True)
+    start(pool, {row: row + 3 for row in range(4)})
+    batch = Batch(pool, ROWS)
+    verify_all(batch)
+    commit(batch, list(accepted), deferred=deferred)
+    return pool, batch
+
+
+def verify_all(batch, layers=None, **options):
+    for layer in range(batch.pool.shape.layers) if layers is None else layers:
+        core_verify(batch, layer, **({"deferred": True, "check": True} | options))
+
+
+def refused(row=0):
+    """What the block calls raises for this record row."""
+    return pytest.raises(RuntimeError, match=rf"^record row {row} was committed and not verified since")
+
+
+@pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "folded"])
+def test_a_second_commit_of_a_step_is_a_wrong_order(deferred):
+    """Folded, its records would be in the checkpoint twice; deferred, they would be noted again after a drain (B46)."""
+    pool, batch = committed(deferred=deferred)
+    if deferred:
+        pool.context.drain(batch.state_indices, batch.record_rows, pool.pending)
+    before = Snapshot(pool)
+    with refused():
+        commit(batch, [2, 3], deferred=deferred)
+    with refused(row=1):
+        commit(Batch(pool, ROWS[1:]), [1], deferred=deferred)
+    assert before.changed() == []
+
+
+def test_a_commit_that_would_drop_what_is_pending_is_refused_as_well():
+    """Accepted 0 abandons a step; of a step that never verified it would abandon the one before."""
+    pool, batch = committed()
+    before = Snapshot(pool)
+    with refused():
+        commit(batch, [0, 0])
+    assert before.changed() == []
+
+
+def test_a_runner_refuses_a_second_commit_of_its_step():
+    """The replay of a recorded commit passes by the context's own method."""
+    pool, _ = committed()
+    inputs = StepInputs(6, 4, "cpu")
+    runner = CommitRunner(pool.context, pool.pending, inputs, [2])
+    runner.capture(progress=False)
+    inputs.stage(
+        num_reqs=2,
+        state_indices=[3, 4],
+        record_rows=[0, 1],
+        query_start_loc=[0, 4, 8],
+        num_accepted_tokens=[1, 2],
+    )
+    before = Snapshot(pool)
+    with refused():
+        runner.commit(2)
+    assert before.changed() == []
+    verify_all(Batch(pool, ROWS))
+    runner.commit(2)
+    with refused():
+        runner.commit(2)
+    assert pool.pending.tolist() == [1, 2, 0, 0, 0, 0]
+
+
+def test_rows_of_other_steps_and_rows_that_own_nothing_may_be_committed():
+    """Two batches in flight, padding and null rows, rows that nobody verified in checked mode."""
+    pool, _ = committed()
+    other = Batch(pool, [Row(5, 2, 4), Row(0, -1, 0), Row(3, -1, 2)])
+    verify_all(other)
+    commit(other, [1, 0, 0])
+    commit(Batch(pool, [Row(6, 3, 4), Row(3, -1, 2)]), [2, 2])
+
+
+def test_an_abandoned_step_is_committed_with_accepted_0():
+    """Also one that was given up between two layers, and one that never began where there is nothing to lose."""
+    pool, batch = committed()
+    verify_all(batch, layers=[0])
+    commit(batch, [0, 0])
+    commit(batch, [0, 0])
+    assert pool.pending.tolist() == [0] * 6
+    verify_all(batch)
+    commit(batch, [1, 1], deferred=False)
+    commit(batch, [0, 0], deferred=False)
+
+
+def test_a_flushed_row_may_be_committed_without_a_verify_if_it_accepts_nothing():
+    """Flush leaves pending for the commit of the same step; the row has no tokens, or the step is given up."""
+    pool, batch = committed()
+    pool.context.flush(batch.state_indices, batch.record_rows, pool.pending)
+    with refused():
+        commit(batch, [1, 0])
+    commit(Batch(pool, [Row(3, 0, 0), Row(4, 1, 4)]), [0, 0])
+    assert pool.pending.tolist() == [0] * 6
+
+
+@pytest.mark.parametrize("how", ["unchecked verify", "recorded verify", "new owner", "loaded"])
+def test_what_checked_mode_cannot_know_is_not_refused(how, tmp_path):
+    """A verify that it did not see may have made new records; a new owner or a loaded run has others."""
+    pool = Pool(CPU, CPU.shape(layers=2, heads=1), check=True)
+    ledger = RecordSlots(pool.shape.rows, "cpu")
+    pool.pending = ledger.pending
+    ledger.admit("a")
+    start(pool, {0: 3})
+    batch = Batch(pool, ROWS[:1])
+    verify_all(batch)
+    if how == "recorded verify":
+        recording = record(lambda: verify_all(batch), device="cpu", warmup=0)
+    commit(batch, [2])
+    if how == "unchecked verify":
+        verify_all(batch, check=False)
+    elif how == "recorded verify":
+        recording.replay()
+    elif how == "new owner":
+        ledger.release("a")
+        ledger.admit("b")
+    else:
+        save_state(tmp_path / "run", pool.context, ledger)
+        other = RecordSlots(pool.shape.rows, "cpu")
+        load_state(tmp_path / "run", pool.context, other)
+        pool.pending = other.pending
+    commit(batch, [1])
+    assert pool.pending[0].item() == 1
+
+
+def test_a_loaded_run_has_no_step_open(tmp_path):
+    """What the context had verified and not committed is overwritten; the next verify is the first of its rows."""
+    pool, batch = committed()
+    ledger = RecordSlots(pool.shape.rows, "cpu")
+    save_state(tmp_path / "run", pool.context, ledger)
+    verify_all(batch)
+    load_state(tmp_path / "run", pool.context, ledger)
+    verify_all(batch)
+
+
+def test_a_commit_without_checks_ends_a_step_all_the_same():
+    """Verifies with `check=True` beside a context without it: each of them follows a commit."""
+    pool = Pool(CPU, CPU.shape(layers=1, heads=1), check=False)
+    start(pool, {0: 3, 1: 4})
+    batch = Batch(pool, ROWS)
+    for _ in range(2):
+        verify_all(batch)
+        commit(batch, [1, 1])
+
+
+def test_a_recorded_step_closes_what_it_opened():
+    """The verifies of a recording are seen once, by its warm-up; replays and commits at will follow."""
+    pool, batch = committed()
+    accepted = torch.tensor([1, 1], dtype=torch.int32)
+
+    def step():
+        verify_all(batch)
+        pool.context.commit(
+            accepted, batch.state_indices, batch.query_start_loc, record_rows=batch.record_rows, pending=pool.pending
+        )
+
+    recording = record(step, device="cpu")
+    for _ in range(2):
+        recording.replay()
+    verify_all(batch)
+    commit(batch, [1, 1])
