@@ -2,13 +2,15 @@
 
 What a Triton kernel is compiled for, beside the sizes of the layers, and where it is settled:
 
-    sizes of a step, strides of its index tensors, arguments that are absent: at run time (`do_not_specialize`), save
-    the eager mask and the bias, which have a variant each
-    where tensors of an index start: nowhere; of tokens: on 16 bytes, or one variant for all else (kernels/verify.py)
-    dtypes: of the layers; raw_beta and the convolution's weights also FP32
+    sizes of a step, strides of its index tensors, absent arguments: at run time (`do_not_specialize`), but for the
+        eager mask of a commit and the requests of `align_eager_mask`, with and without
+    where a tensor starts: index tensors anywhere; tokens on 16 bytes, or anywhere in a variant of its own
+        (kernels/verify.py)
+    dtypes: activations have that of the records' keys, raw_beta also FP32; the weights of the convolution that of the
+        layers'
 
-So a step compiles nothing more, unless its activations have another dtype than the records' keys. What staging and the
-advance of a step need depends on their static rows, and is compiled where these are made (`StepInputs`, `DecodeStep`).
+Activations, outputs or weights of another dtype compile at their first use. What staging and the advance of a step
+need depends on their static rows, and is compiled where these are made (`StepInputs`, `DecodeStep`).
 """
 
 import importlib
@@ -66,12 +68,13 @@ def run_variants(
     backend.align_state_indices(zero[:, None], zero, 1, zero.clone())
 
     rows = Rows(offsets, zero, none, pending, stack.spec_query_len)
-    # The CuTe verify leaves tokens that are not aligned to Triton's.
-    for shift in (1,) if backend.name == FP32_DEFERRED else (0, 1):
-        for layer in range(len(stack.checkpoints)):
-            _run_verifies(stack, layer, rows, shift)
-    for state in stack.conv_states:
-        _run_convolutions(stack, state, rows, backend)
+    for shift in (0, 1):
+        # The CuTe verify leaves only tokens that are not aligned to Triton's.
+        if shift or backend.name != FP32_DEFERRED:
+            for layer in range(len(stack.checkpoints)):
+                _run_verifies(stack, layer, rows, shift)
+        for state in stack.conv_states:
+            _run_convolutions(stack, state, rows, backend, shift)
 
 
 def _run_verifies(stack: LayerStack, layer: int, rows: Rows, shift: int) -> None:
@@ -91,15 +94,17 @@ def _run_verifies(stack: LayerStack, layer: int, rows: Rows, shift: int) -> None
         )  # fmt: skip
 
 
-def _run_convolutions(stack: LayerStack, state: Tensor, rows: Rows, backend: Backend) -> None:
-    x = torch.zeros(1, state.shape[1], dtype=state.dtype, device=stack.device)
-    for dtype in {state.dtype, torch.float32}:
-        weight = torch.zeros(state.shape[1], stack.hist + 1, dtype=dtype, device=stack.device)
-        for bias in (None, weight[:, 0].contiguous()):
-            backend.conv_verify(
-                x, state, weight, bias, rows, stack.conv_keeps_history, stack.geometry.num_rows, torch.empty_like(x),
-                unread_counter(stack.device),
-            )  # fmt: skip
+def _run_convolutions(stack: LayerStack, state: Tensor, rows: Rows, backend: Backend, shift: int) -> None:
+    """The convolutions of a layer on tokens that start `shift` elements off 16 bytes."""
+    channels, device = state.shape[1], stack.device
+    x = torch.zeros(1, shift + channels, dtype=state.dtype, device=device)[:, shift:]
+    for dtype, has_bias in stack.conv_kinds:
+        weight = torch.zeros(channels, stack.hist + 1, dtype=dtype, device=device)
+        bias = weight[:, 0].contiguous() if has_bias else None
+        backend.conv_verify(
+            x, state, weight, bias, rows, stack.conv_keeps_history, stack.geometry.num_rows, torch.empty_like(x),
+            unread_counter(device),
+        )  # fmt: skip
 
 
 @contextmanager

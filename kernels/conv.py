@@ -23,28 +23,23 @@ from ..layers import LayerStack
 from ..steps import Plan, Rows
 from .fold import table_pointer, table_stride
 from .recurrence import NO_CONTRACTION, count_error, wide
-from .verify import clear_tokens, live_row, pending_of, query_range
+from .verify import clear_tokens, live_row, pending_of, query_range, unaligned
 
 VERIFY_BLOCK_D = 64
 MAX_BLOCK_T = 8
 # Channels of a compaction's block: whole sectors in either storage order, and with the three columns of width 4 lanes
 # for nearly all of 1024.
 CHANNELS = 336
-# Programs of a compaction, which share its blocks row by row: where nothing folds, as in most deferred steps, its time
-# is that of starting them.
-FOLD_PROGRAMS = 4096
+# Programs of a compaction, if rows and layers are not more. Where nothing folds, as in most deferred steps, its time is
+# that of starting them.
+FOLD_PROGRAMS = 9000
 _QUERY_LEN = tl.constexpr(int(ErrorKind.QUERY_LEN))
 
 _VOLATILE = [
     "num_tokens", "batch", "num_slots", "num_rows", "spec_query_len", "has_rows", "has_pending",
     "qsl_stride", "slot_stride", "row_stride", "pending_stride",
-    # A program is over before wider accesses to its few tokens and weights would pay; each would double the variants.
-    "x_stride", "out_stride", "weight_dim_stride", "weight_stride",
 ]  # fmt: skip
-_POINTERS = [
-    "qsl_ptr", "state_indices_ptr", "record_rows_ptr", "pending_ptr", "errors_ptr", "x_ptr", "out_ptr", "weight_ptr",
-    "bias_ptr",
-]  # fmt: skip
+_INDEX_POINTERS = ["qsl_ptr", "state_indices_ptr", "record_rows_ptr", "pending_ptr", "errors_ptr"]
 
 
 @triton.jit
@@ -56,7 +51,7 @@ def history_start(n, KEEPS_HISTORY: tl.constexpr):
         return tl.maximum(n - 1, 0)
 
 
-@triton.jit(do_not_specialize=_VOLATILE, do_not_specialize_on_alignment=_POINTERS)
+@triton.jit(do_not_specialize=_VOLATILE, do_not_specialize_on_alignment=_INDEX_POINTERS)
 def graphrt_verify_conv_kernel(
     x_ptr,              # [T, D]
     conv_ptr,           # [slots, D, C], any strides
@@ -155,18 +150,17 @@ def graphrt_fold_conv_kernel(
     conv_addrs, conv_strides, dim_strides, column_strides,  # [L] int64
     commit_lens_ptr, final_ptr, boundary_ptr, boundary_lens_ptr,  # [R] int32
     state_indices_ptr,   # [B] int32
-    slot_stride, num_layers,
-    D: tl.constexpr, HIST: tl.constexpr, KEEPS_HISTORY: tl.constexpr, ALIGN: tl.constexpr, DIM_LAST: tl.constexpr,
+    slot_stride,
+    D, HIST: tl.constexpr, KEEPS_HISTORY: tl.constexpr, ALIGN: tl.constexpr, DIM_LAST: tl.constexpr,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Move the history after the accepted tokens to columns [0, hist) of the destination. Grid (programs, B)."""
-    i_b = tl.program_id(1)
+    """Move the history after the accepted tokens to columns [0, hist) of the destination. Grid (parts, B, L)."""
+    i_b, i_layer = tl.program_id(1), tl.program_id(2)
     n = tl.load(commit_lens_ptr + i_b)
     # In the layout without room for the history a single token leaves it in its place.
     least: tl.constexpr = 1 if KEEPS_HISTORY or ALIGN else 2
     if n < least:
         return
-    start = history_start(n, KEEPS_HISTORY)
     source = tl.load(state_indices_ptr + i_b * slot_stride).to(tl.int64)
     final = tl.load(final_ptr + i_b).to(tl.int64)
     boundary, at = final, 0
@@ -174,28 +168,32 @@ def graphrt_fold_conv_kernel(
         boundary = tl.load(boundary_ptr + i_b).to(tl.int64)
         # Without a boundary its length is 0: a read of the source, not used.
         at = history_start(tl.load(boundary_lens_ptr + i_b), KEEPS_HISTORY)
-    o = tl.arange(0, BLOCK)
+    stride = table_stride(conv_strides, i_layer, False)
+    dim = table_stride(dim_strides, i_layer, False)
+    column = table_stride(column_strides, i_layer, False)
+    p_layer = table_pointer(conv_addrs, i_layer, conv_like, False)
+    p_source = p_layer + source * stride
     # Lanes in the order of the memory, and none for what is not moved.
+    o = tl.arange(0, BLOCK)
     if DIM_LAST:
         o_d, o_h = o % CHANNELS, o // CHANNELS
     else:
         o_d, o_h = o // HIST, o % HIST
-    parts: tl.constexpr = (D + CHANNELS - 1) // CHANNELS
-    for i in range(tl.program_id(0), num_layers * parts, tl.num_programs(0)):
-        i_layer, first = i // parts, i % parts * CHANNELS
-        stride = table_stride(conv_strides, i_layer, False)
-        dim = table_stride(dim_strides, i_layer, False)
-        column = table_stride(column_strides, i_layer, False)
-        mask = (o < CHANNELS * HIST) & (first + o_d < D)
-        p = table_pointer(conv_addrs, i_layer, conv_like, False) + (first + o_d).to(tl.int64) * dim + o_h * column
-        b_final = tl.load(p + source * stride + start * column, mask=mask)
+    offset = o_d.to(tl.int64) * dim + o_h * column
+    for part in range(tl.program_id(0), tl.cdiv(D, CHANNELS), tl.num_programs(0)):
+        first = part * CHANNELS
+        mask = (o < CHANNELS * HIST) & (o_d < D - first)
+        b_final = tl.load(p_source + (first * dim + history_start(n, KEEPS_HISTORY) * column) + offset, mask=mask)
         if ALIGN:
-            b_boundary = tl.load(p + source * stride + at * column, mask=mask)
+            b_boundary = tl.load(p_source + (first * dim + at * column) + offset, mask=mask)
             tl.debug_barrier()
             if boundary > 0:
-                tl.store(p + boundary * stride, b_boundary, mask=mask)
+                tl.store(p_layer + (boundary * stride + first * dim) + offset, b_boundary, mask=mask)
         tl.debug_barrier()
-        tl.store(p + final * stride, b_final, mask=mask)
+        tl.store(p_layer + (final * stride + first * dim) + offset, b_final, mask=mask)
+
+
+_UNALIGNED_VERIFY = unaligned(graphrt_verify_conv_kernel)
 
 
 def conv_verify(
@@ -208,7 +206,10 @@ def conv_verify(
         return
     record_rows = rows.state_indices if rows.record_rows is None else rows.record_rows
     pending = rows.state_indices if rows.pending is None else rows.pending
-    graphrt_verify_conv_kernel[(triton.cdiv(conv_dim, VERIFY_BLOCK_D), batch + 1)](
+    aligned = all(t.data_ptr() % 16 == 0 for t in (x, out, weight, weight if bias is None else bias))
+    aligned &= all(t.stride(0) % 16 == 0 for t in (x, out)) and weight.is_contiguous()
+    run = graphrt_verify_conv_kernel if aligned else _UNALIGNED_VERIFY
+    run[(triton.cdiv(conv_dim, VERIFY_BLOCK_D), batch + 1)](
         x, conv_state, weight, bias, out, rows.query_start_loc, rows.state_indices, record_rows, pending, errors,
         num_tokens=num_tokens, batch=batch, num_slots=conv_state.shape[0], num_rows=num_rows,
         spec_query_len=rows.spec_query_len, has_rows=int(rows.record_rows is not None),
@@ -226,11 +227,11 @@ def conv_verify(
 def compact_conv(stack: LayerStack, plan: Plan, state_indices: Tensor, align: bool) -> None:
     """Run a written plan over the convolution states of every layer, on the current stream."""
     conv, batch, layers = stack.conv_states[0], state_indices.shape[0], len(stack.conv_states)
-    blocks = layers * triton.cdiv(conv.shape[1], CHANNELS)
-    graphrt_fold_conv_kernel[(max(1, min(blocks, FOLD_PROGRAMS // max(1, batch))), batch)](
+    parts = max(1, min(triton.cdiv(conv.shape[1], CHANNELS), FOLD_PROGRAMS // max(1, batch * layers)))
+    graphrt_fold_conv_kernel[(parts, batch, layers)](
         conv, stack.conv_addrs, stack.conv_strides, stack.conv_dim_strides, stack.conv_column_strides,
         plan.commit_lens, plan.final_state_indices, plan.boundary_state_indices, plan.boundary_recovery_lens,
-        state_indices, slot_stride=state_indices.stride(0), num_layers=layers, D=conv.shape[1], HIST=stack.hist,
+        state_indices, slot_stride=state_indices.stride(0), D=conv.shape[1], HIST=stack.hist,
         KEEPS_HISTORY=stack.conv_keeps_history, ALIGN=align, DIM_LAST=conv.stride(1) < conv.stride(2),
         CHANNELS=CHANNELS, BLOCK=triton.next_power_of_2(CHANNELS * stack.hist), num_warps=4, **NO_CONTRACTION,
     )  # fmt: skip

@@ -18,7 +18,6 @@ from graphrt import (
     align_eager_mask,
     align_state_indices,
     backends,
-    kda_conv_verify,
     kda_deferred_verify,
     warmup,
 )
@@ -30,7 +29,7 @@ SIZES = (1, 16, 17)
 LAYOUTS = [
     {},
     {"engine_layout": True, "conv_dim_first": False, "lower_bound": None},
-    {"act": torch.bfloat16, "pool": torch.bfloat16, "param": torch.bfloat16, "heads": 3, "lower_bound": -4},
+    {"act": torch.bfloat16, "pool": torch.bfloat16, "param": torch.bfloat16, "lower_bound": -4, "conv_bias": False},
 ]
 # What the CuTe kernels take.
 FP32_LAYOUTS = [{}, {"engine_layout": True, "conv_dim_first": False, "heads": 1}, {"act": torch.float16, "width": 6}]
@@ -62,20 +61,12 @@ def verifies(pool, batch):
     tokens = batch.tokens[0]
     steps = (batch.query_start_loc, batch.state_indices, shape.query_len)
     for deferred in (False, True):
-        pending = {"pending": pool.pending} if deferred else {}
         for layer in range(shape.layers):
             core_verify(batch, layer, deferred=deferred)
             conv_verify(batch, layer, deferred=deferred)
             state = pool.layers[layer].kv_cache[0]
-            for bias in (params.conv_bias, None):
-                conv = FusedConv(state, params.conv_weight, bias, shape.conv_dim_first)
-                core_verify(batch, layer, deferred=deferred, conv=conv)
-        wide = params.conv_weight.float()
-        for weight, bias in ((params.conv_weight, None), (wide, None), (wide, params.conv_bias.float())):
-            kda_conv_verify(
-                tokens.x, pool.layers[0].kv_cache[0], weight, bias, *steps, record_rows=batch.record_rows, **pending,
-                conv_dim_first=shape.conv_dim_first, backend=pool.target.backend,
-            )  # fmt: skip
+            conv = FusedConv(state, pool.params[layer].conv_weight, pool.params[layer].conv_bias, shape.conv_dim_first)
+            core_verify(batch, layer, deferred=deferred, conv=conv)
     # q, k and v as views of one projection.
     q, k, v = tokens.x[None].unflatten(-1, (3, shape.heads, shape.head_dim)).unbind(2)
     inputs = (q, k, v, tokens.raw_g[None], tokens.raw_beta[None], params.A_log, params.dt_bias, params.lower_bound)

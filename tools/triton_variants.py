@@ -158,6 +158,8 @@ def launches(head_dim: int, window: int, pool: torch.dtype, activations: torch.d
             triton_backend.verify(
                 shifted, q, q, q, q[..., 0], layer.A_log, layer.dt_bias, lower_bound, checkpoint, kept, step, q, errors
             )
+            wide = torch.zeros(window, conv_dim + 1, dtype=activations)[:, 1:]
+            triton_backend.conv_verify(wide, conv_state, weight, None, step, True, rows, x, errors)
             turned = replace(stack, conv_states=[conv_state.transpose(1, 2).contiguous().transpose(1, 2)])
             for align, states in product((False, True), (stack, turned)):
                 triton_backend.compact_conv(states, plan, index[:1], align)
