@@ -90,6 +90,8 @@ class LayerStack(Fixed):
     """C = hist + Q (a step may accept nothing), or C = hist + Q - 1 (it may not)."""
     aligned: bool
     """Every address is a multiple of 16 bytes and every row stride one of 16 elements."""
+    conv_packed: bool
+    """Convolution states are contiguous within a slot, in one storage order, and slots start on 16 bytes."""
     conv_kinds: frozenset[tuple[torch.dtype, bool]]
     """Of the layers' convolutions, as far as they are known: dtype of the weights, and whether there is a bias."""
     tensors_now: Callable[[], dict[str, Tensor]]
@@ -173,6 +175,7 @@ class LayerStack(Fixed):
             spec_query_len=spec_query_len,
             hist=hist,
             conv_keeps_history=keeps,
+            conv_packed=_is_packed(conv_states),
             conv_kinds=frozenset(kind for layer in layers for kind in _conv_kinds(layer)),
             aligned=all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in rows),
             tensors_now=lambda: {
@@ -181,6 +184,13 @@ class LayerStack(Fixed):
                 for field, t in _tensors_of(layer).items()
             },
         )
+
+
+def _is_packed(conv_states: list[Tensor]) -> bool:
+    _, channels, columns = conv_states[0].shape
+    orders = {t.stride()[1:] for t in conv_states}
+    aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in conv_states)
+    return aligned and orders in ({(columns, 1)}, {(1, channels)})
 
 
 def _conv_kinds(layer: KDALayerLike) -> Iterator[tuple[torch.dtype, bool]]:

@@ -11,6 +11,23 @@ slot's C columns (design section 3.2), after a window of `length` tokens:
 Programs own blocks of channels of one row (and layer): nobody else touches those columns, and a block barrier keeps
 the last read before the first write.
 
+Compaction is a launch of its own, in front of the fold. What it has to move is set by the storage order. With columns
+innermost a channel is 22 bytes long (W = 4, Q = 8, 16 bits), so every sector of 32 holds some history to read and some
+to write: the whole slot, in and out, 13 % of what a fold moves. With channels innermost it is three columns in and
+three out, 4 %. For 69 layers of 64 requests, 4608 channels, on an H200 (µs by graph replay, about 10 of them the
+replay's own; tools/results/h200/compaction.txt):
+
+    columns innermost                                    channels innermost
+    223   an in-place update of the same bytes           58   in and out at 4.2 TB/s, a bound
+    408   a tile of channels and columns, 2 bytes each   83
+    249   only what moves, a program for each block; but to start them takes 39 where nothing folds, others 4 to 7
+    306   only what moves, fewer programs                87
+    253   whole channels, written back 16 bytes wide     71   16 bytes wide
+
+So whole channels it is, where states are packed and stay where they are (`LayerStack.conv_packed`): a store that fills
+its sectors. Beside the fold it costs what it costs alone: fold 1762, compaction 321, both 2081 in either order, 2072
+with a fork of the graph. Gap and tail of a launch, all that one launch for both could save, are less than that.
+
 Not checked on the device: live slots are unique within the step.
 """
 
@@ -27,12 +44,9 @@ from .verify import clear_tokens, live_row, pending_of, query_range, unaligned
 
 VERIFY_BLOCK_D = 64
 MAX_BLOCK_T = 8
-# Channels of a compaction's block: whole sectors in either storage order, and with the three columns of width 4 lanes
-# for nearly all of 1024.
-CHANNELS = 336
 # Programs of a compaction, if rows and layers are not more. Where nothing folds, as in most deferred steps, its time is
 # that of starting them.
-FOLD_PROGRAMS = 9000
+FOLD_PROGRAMS = 8192
 _QUERY_LEN = tl.constexpr(int(ErrorKind.QUERY_LEN))
 
 _VOLATILE = [
@@ -151,8 +165,8 @@ def graphrt_fold_conv_kernel(
     commit_lens_ptr, final_ptr, boundary_ptr, boundary_lens_ptr,  # [R] int32
     state_indices_ptr,   # [B] int32
     slot_stride,
-    D, HIST: tl.constexpr, KEEPS_HISTORY: tl.constexpr, ALIGN: tl.constexpr, DIM_LAST: tl.constexpr,
-    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+    D, C: tl.constexpr, HIST: tl.constexpr, KEEPS_HISTORY: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr,
+    DIM_LAST: tl.constexpr, LANES: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Move the history after the accepted tokens to columns [0, hist) of the destination. Grid (parts, B, L)."""
     i_b, i_layer = tl.program_id(1), tl.program_id(2)
@@ -168,24 +182,31 @@ def graphrt_fold_conv_kernel(
         boundary = tl.load(boundary_ptr + i_b).to(tl.int64)
         # Without a boundary its length is 0: a read of the source, not used.
         at = history_start(tl.load(boundary_lens_ptr + i_b), KEEPS_HISTORY)
-    stride = table_stride(conv_strides, i_layer, False)
-    dim = table_stride(dim_strides, i_layer, False)
-    column = table_stride(column_strides, i_layer, False)
-    p_layer = table_pointer(conv_addrs, i_layer, conv_like, False)
-    p_source = p_layer + source * stride
-    # Lanes in the order of the memory, and none for what is not moved.
+    stride = table_stride(conv_strides, i_layer, PACKED)
+    p_layer = table_pointer(conv_addrs, i_layer, conv_like, PACKED)
+    dim, column = table_stride(dim_strides, i_layer, False), table_stride(column_strides, i_layer, False)
+    # Lanes in the order of the memory.
     o = tl.arange(0, BLOCK)
     if DIM_LAST:
         o_d, o_h = o % CHANNELS, o // CHANNELS
+        if PACKED:
+            dim, column = 1, D
     else:
-        o_d, o_h = o // HIST, o % HIST
+        o_d, o_h = o // LANES, o % LANES
+        if PACKED:
+            dim, column = C, 1
     offset = o_d.to(tl.int64) * dim + o_h * column
+    p_from = p_layer + source * stride + history_start(n, KEEPS_HISTORY) * column
+    if LANES > HIST:
+        offset = o
+        p_from = p_layer + source * stride + tl.where(o_h < HIST, history_start(n, KEEPS_HISTORY), 0)
     for part in range(tl.program_id(0), tl.cdiv(D, CHANNELS), tl.num_programs(0)):
         first = part * CHANNELS
-        mask = (o < CHANNELS * HIST) & (o_d < D - first)
-        b_final = tl.load(p_source + (first * dim + history_start(n, KEEPS_HISTORY) * column) + offset, mask=mask)
+        mask = o < CHANNELS * LANES
+        mask &= o_d < D - first if DIM_LAST else o < (D - first) * LANES
+        b_final = tl.load(p_from + first * dim + offset, mask=mask)
         if ALIGN:
-            b_boundary = tl.load(p_source + (first * dim + at * column) + offset, mask=mask)
+            b_boundary = tl.load(p_layer + (source * stride + at * column + first * dim) + offset, mask=mask)
             tl.debug_barrier()
             if boundary > 0:
                 tl.store(p_layer + (boundary * stride + first * dim) + offset, b_boundary, mask=mask)
@@ -227,11 +248,17 @@ def conv_verify(
 def compact_conv(stack: LayerStack, plan: Plan, state_indices: Tensor, align: bool) -> None:
     """Run a written plan over the convolution states of every layer, on the current stream."""
     conv, batch, layers = stack.conv_states[0], state_indices.shape[0], len(stack.conv_states)
-    parts = max(1, min(triton.cdiv(conv.shape[1], CHANNELS), FOLD_PROGRAMS // max(1, batch * layers)))
+    (_, conv_dim, columns), dim_last = conv.shape, conv.stride(1) < conv.stride(2)
+    # In place, whole channels may be written back as they are.
+    whole = stack.conv_packed and not dim_last and not align
+    lanes, block, warps = (columns, 4096, 8) if whole else (stack.hist, 1024, 4)
+    # Whole sectors, in either storage order.
+    channels = max(16, block // lanes // 16 * 16)
+    parts = max(1, min(triton.cdiv(conv_dim, channels), FOLD_PROGRAMS // max(1, batch * layers)))
     graphrt_fold_conv_kernel[(parts, batch, layers)](
         conv, stack.conv_addrs, stack.conv_strides, stack.conv_dim_strides, stack.conv_column_strides,
         plan.commit_lens, plan.final_state_indices, plan.boundary_state_indices, plan.boundary_recovery_lens,
-        state_indices, slot_stride=state_indices.stride(0), D=conv.shape[1], HIST=stack.hist,
-        KEEPS_HISTORY=stack.conv_keeps_history, ALIGN=align, DIM_LAST=conv.stride(1) < conv.stride(2),
-        CHANNELS=CHANNELS, BLOCK=triton.next_power_of_2(CHANNELS * stack.hist), num_warps=4, **NO_CONTRACTION,
+        state_indices, slot_stride=state_indices.stride(0), D=conv_dim, C=columns, HIST=stack.hist,
+        KEEPS_HISTORY=stack.conv_keeps_history, ALIGN=align, PACKED=stack.conv_packed, DIM_LAST=dim_last, LANES=lanes,
+        CHANNELS=channels, BLOCK=triton.next_power_of_2(channels * lanes), num_warps=warps, **NO_CONTRACTION,
     )  # fmt: skip

@@ -74,7 +74,10 @@ def refusal_of(dtype: torch.dtype, head_dim: int, lower_bound: float | None) -> 
 def use_commit_f32(num_heads: int, batch: int, num_layers: int) -> bool:
     """Whether a commit without `record_rows` takes this kernel and not the Triton fold: always.
 
-    A checkpoint then has the same bits whichever way its records got there; the Triton fold rounds otherwise.
+    It is the faster from about 150 (request, head, layer) on: 31 µs to 41 for one request of 12 heads and 69 layers,
+    1773 to 2220 for 64 (tools/results/h200/folds.json). With less to do both only wait, this one up to 1.4 µs longer:
+    5.2 to 4.0 for a single one. That buys the promise that a checkpoint has the same bits whichever way its records
+    got there, for the Triton fold rounds otherwise.
     """
     return num_heads * batch * num_layers > 0
 
