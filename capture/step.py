@@ -34,7 +34,8 @@ class StepRows:
     state_indices        [B] int32: state slot
     record_rows          [B] int32: record row, -1 in padding rows
     query_start_loc      [B + 1] int32: row b owns tokens `query_start_loc[b] .. [b + 1]`, 0 to Q of them
-    pending              [R] int32: what the verifies of this step replay first; pass it as their `pending`
+    pending              [R] int32: what the verifies of this step replay first; pass it as their `pending`. Those that
+                         the step was made with are refused until its commit: it has taken them over
     num_computed_tokens  [B] int32: tokens in the state before this step, as staged and advanced by each step
     eager                [B] uint8: rows that this step commits at once
     block_table          [B, width] int32: state blocks of each row
@@ -253,8 +254,9 @@ class DecodeStep(Fixed):
             flushed, nobody, drained = (t[:num_reqs] for t in (self.flush_rows, self._nobody, self._drained))
             torch.where(flushed, rows.record_rows, nobody, out=drained)
             self.context.drain(rows.state_indices, drained, self.replayed)
-        outputs = self.verify(rows)
-        sampled = self.sample(rows, outputs)
+        with checked.taken_over(self.pending):
+            outputs = self.verify(rows)
+            sampled = self.sample(rows, outputs)
         self._check_sampled(sampled, num_reqs)
         self._commit(rows, sampled)
         self._advance(cut_rows(self._staged, num_reqs), self.inputs.rows(self.inputs.max_num_reqs), sampled)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .context import KDARecoverSSMCommitContext
 from .fixed import Fixed
-from .launch import AT_ONCE, execution
+from .launch import execution
 from .steps import Owners
 
 
@@ -36,12 +36,11 @@ class KDARecoverSSMDeferred(Fixed):
     def flush(self) -> None:
         """Fold the step's pending records before a verify that does not replay them; at most once per step object.
 
-        A recording takes the flush although a warm-up has run it, for each replay is a step of its own. What runs at
-        once runs once, whatever was recorded in between. Captures that are not `record`'s cannot be told apart: each
-        needs a step object of its own.
+        A recording or capture takes the flush although a warm-up has run it, or an earlier one has it, for each replay
+        is a step of its own. What runs at once runs once, whatever was recorded in between.
         """
         here, places = execution(), self._flushed_in
-        if self.flushed and (not places or here == places[-1] or (here == AT_ONCE and here in places)):
+        if self.flushed and (not places or here in places):
             return
         self.context.flush(self.state_indices, self.record_rows, self.pending, self.owners)
         self.flushed = True

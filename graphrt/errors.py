@@ -13,6 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from .capturing import is_capturing
 from .checks import check_device, check_step_device
 from .launch import refuse_in_recording
 
@@ -188,7 +189,7 @@ def _counter(device: torch.device | str) -> _Counter:
     counter = _counters.get(device)
     if counter is None:
         check_step_device("device", device)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and is_capturing():
             raise RuntimeError(
                 f"the error counter of {device} does not exist yet: run the step once before the capture"
             )

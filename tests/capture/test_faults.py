@@ -6,6 +6,7 @@ Those not here have their ids in the other files of this folder.
 import gc
 import random
 import threading
+from itertools import cycle
 
 import pytest
 import torch
@@ -140,16 +141,19 @@ def test_a_recording_in_the_middle_of_a_step_lets_nothing_be_flushed_twice(devic
 
 
 @pytest.mark.gpu
-def test_a_step_object_is_flushed_in_a_graph_that_somebody_else_captures():
-    """As in a recording of ours, for an engine that captures by itself (B01)."""
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_step_object_is_flushed_in_each_graph_that_somebody_else_captures(number):
+    """As in a recording of ours, for an engine that captures by itself: once in every graph of a step (B01)."""
 
     def capture(work):
         work()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        return graph.replay
+        graphs = [torch.cuda.CUDAGraph() for _ in range(number)]
+        for graph in graphs:
+            with torch.cuda.graph(graph):
+                work()
+        turns = cycle(graphs)
+        return lambda: next(turns).replay()
 
     flushes_at_every_replay(torch.device("cuda", 0), capture)
 
