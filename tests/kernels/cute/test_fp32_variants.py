@@ -69,7 +69,6 @@ def test_create_makes_every_variant_that_can_be_launched(monkeypatch, cute, capl
     monkeypatch.setattr(build.Kernels, "load", lambda self, facts, device: made.add((id(self), facts)))
     monkeypatch.setattr(build.Kernels, "launch", lambda self, facts, *rest: launched.add((id(self), facts)))
     monkeypatch.setattr(build.Kernels, "count", lambda self: len(made))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for module in cute:
         monkeypatch.setattr(module, "sm_count", lambda device: 8)
     layer = make_layer("cpu")
