@@ -4,6 +4,9 @@ On with `GRAPHRT_CHECK=1` or `check=True`. It synchronises, so it steps aside wh
 """
 
 import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +38,8 @@ class _OpenRows:
 _open_rows: Any = WeakIdKeyDictionary()
 # Addresses of the checkpoints that go with a convolution state.
 _checkpoints: Any = WeakIdKeyDictionary()
+# Address of the pending counts of the step whose callables run; 0 for none.
+_taken: ContextVar[int] = ContextVar("graphrt_pending_taken", default=0)
 
 
 def enabled(check: bool | None) -> bool:
@@ -92,6 +97,25 @@ def check_committed(rows: list[int], corrections: list[Tensor]) -> None:
                     f"record row {row} was verified and not committed: its state is between two steps; commit the step "
                     "first (accepted 0 abandons it)"
                 )
+
+
+def bound(stack: LayerStack) -> None:
+    """Raise ValueError for a layer's tensor that is not where the tables of `create` have it: folds would miss it."""
+    addresses = {
+        "kv_cache[0]": stack.conv_addrs,
+        "kv_cache[1]": stack.checkpoint_addrs,
+        "recoverssm_records.correction": stack.correction_addrs,
+        "recoverssm_records.key_gate": stack.key_gate_addrs,
+        "A_log": stack.A_log_addrs,
+        "dt_bias": stack.dt_bias_addrs,
+    }
+    now = stack.tensors_now()
+    for field_name, table in addresses.items():
+        for i, address in enumerate(_read(table)):
+            name = f"layers[{i}].{field_name}"
+            if now[name].data_ptr() != address:
+                hint = "write into it (copy_), or create the context again"
+                fail(name, "the memory that it had when the context was created", "other memory", hint)
 
 
 def note_layer(conv_state: Tensor, checkpoint: Tensor) -> None:
@@ -251,28 +275,27 @@ def open_step(correction: Tensor, rows: Rows) -> None:
 def check_verified(corrections: list[Tensor], c: Commit) -> None:
     """RuntimeError for a row that was committed and not verified since: its old records would be folded or noted again.
 
-    Only where this mode saw its last verify in every layer, and nothing since that may have been another one. A commit
+    By layer, where this mode saw the last verify of the row, and nothing since that may have been another one. A commit
     that changes nothing passes: accepted 0, with nothing pending, or what is pending folded by a flush.
     """
-    layers = _layers(corrections)
-    if len(layers) < len(corrections) or any("verify" in layer.recorded for layer in layers):
-        return
-    stale = set.intersection(*(set(layer.committed) for layer in layers))
-    if not stale:
+    layers = [(i, _open_rows.get(correction)) for i, correction in enumerate(corrections)]
+    known = [(i, layer) for i, layer in layers if layer is not None and "verify" not in layer.recorded]
+    if not any(layer.committed for _, layer in known):
         return
     record_rows = range(c.batch) if c.record_rows is None else _read(c.record_rows, c.batch)
     requests = range(c.batch) if c.request_indices is None else _read(c.request_indices, c.batch)
     slots, accepted = _read(c.state_indices), _read(c.num_accepted_tokens)
     pending = None if c.pending is None else _read(c.pending)
     for row, slot, request in zip(record_rows, slots, requests, strict=True):
-        if slot <= 0 or row not in stale:
-            continue
-        flushed = all(layer.committed[row] or "flush" in layer.recorded for layer in layers)
-        if accepted[request] > 0 or (pending is not None and pending[row] > 0 and not flushed):
-            raise RuntimeError(
-                f"record row {row} was committed and not verified since: its records would be committed twice, or "
-                "what it has pending be lost; a step is the verify of all layers, then one commit"
-            )
+        for i, layer in known if slot > 0 else []:
+            if row not in layer.committed:
+                continue
+            flushed = layer.committed[row] or "flush" in layer.recorded
+            if accepted[request] > 0 or (pending is not None and pending[row] > 0 and not flushed):
+                raise RuntimeError(
+                    f"record row {row} was committed and not verified since, in layer {i}: its records would be "
+                    "committed twice, or what it has pending lost; a step is the verify of all layers, then one commit"
+                )
 
 
 def close_step(corrections: list[Tensor], c: Commit) -> None:
@@ -307,6 +330,27 @@ def forget(corrections: list[Tensor]) -> None:
     for layer in _layers(corrections):
         layer.rows.clear()
         layer.committed.clear()
+
+
+@contextmanager
+def taken_over(pending: Tensor) -> Iterator[None]:
+    """Inside the block these counts belong to a step that has moved them elsewhere (`DecodeStep`)."""
+    token = _taken.set(pending.data_ptr())
+    try:
+        yield
+    finally:
+        _taken.reset(token)
+
+
+def check_not_taken(pending: Tensor | None) -> None:
+    """ValueError for counts that a step has taken over: nothing is pending there, and the step itself writes them.
+
+    In every mode: it costs nothing where no such step calls.
+    """
+    taken = _taken.get()
+    if taken and pending is not None and pending.data_ptr() == taken:
+        hint = "the step has zeroed the others, and commits by itself"
+        fail("pending", "the counts of the step, StepRows.pending", "those that the step was made with", hint)
 
 
 def keep_together(corrections: list[Tensor], pending: Tensor) -> None:

@@ -5,7 +5,7 @@ accepted count, and the next verify replays that many records in the pass in whi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -31,7 +31,7 @@ from .steps import Commit, Owners, Plan
 from .warmup import compile_variants
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KDARecoverSSMCommitContext(StateAccess):
     """The layers of a model, the static plan of a commit, and the kernels that run it.
 
@@ -42,7 +42,7 @@ class KDARecoverSSMCommitContext(StateAccess):
     stack: LayerStack
     plan: Plan
     """[max_num_reqs] int32 vectors, rewritten by every commit, flush and drain."""
-    choice: backends.Choice = field(repr=False)
+    choice: backends.Choice
     check: bool | None = None
     """True: read the values before every launch and raise. None: as `GRAPHRT_CHECK=1` says."""
 
@@ -95,6 +95,12 @@ class KDARecoverSSMCommitContext(StateAccess):
         context = cls(stack=stack, plan=plan, choice=choice, check=check)
         compile_variants(stack, choice.backend, context._run_commit, context._run_fold_pending)
         return context
+
+    def __repr__(self) -> str:
+        """Its sizes: the tensors would be read from the device."""
+        layers, capacity = len(self.checkpoints), self.commit_lens.shape[0]
+        sizes = f"{layers} layers, spec_query_len={self.spec_query_len}, max_num_reqs={capacity}"
+        return f"{type(self).__name__}({self.backend!r}, {sizes}, on {self.stack.device})"
 
     @property
     def backend(self) -> str:
@@ -203,6 +209,7 @@ class KDARecoverSSMCommitContext(StateAccess):
         )  # fmt: skip
         self._check_commit(commit)
         if checked.enabled(self.check):
+            checked.bound(self.stack)
             checked.commit_values(commit, self.stack.geometry)
             checked.check_verified(self.stack.corrections, commit)
             checked.close_step(self.stack.corrections, commit)
@@ -250,6 +257,7 @@ class KDARecoverSSMCommitContext(StateAccess):
         check_is_tensor("pending", pending)
         self._check_rows(state_indices, record_rows, pending, owners)
         if checked.enabled(self.check):
+            checked.bound(self.stack)
             checked.flush_values(state_indices, record_rows, pending, owners, self.stack, zero)
         elif not zero:
             checked.unseen("flush", self.stack.corrections)
@@ -283,6 +291,7 @@ class KDARecoverSSMCommitContext(StateAccess):
         if pending is not None:
             check_index("pending", pending, self.stack.geometry.num_rows, device, exactly=True)
             check_not_expanded("pending", pending)
+            checked.check_not_taken(pending)
         if owners is not None:
             if not isinstance(owners, Owners):
                 fail("owners", "an Owners(staged, current)", type(owners).__name__)

@@ -304,3 +304,4 @@ def _check_rows(rows: Rows, device: torch.device, num_rows: int | None) -> None:
         fail("state_indices", f"at most {num_rows} rows, the record rows", batch, "or give record_rows")
     if rows.pending is not None:
         check_index("pending", rows.pending, num_rows or 1, device, exactly=num_rows is not None)
+        checked.check_not_taken(rows.pending)

@@ -35,7 +35,7 @@ def fixed():
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
 def test_what_others_hold_by_address_refuses_to_be_copied(fixed, how):
-    """TypeError with the class: a context's copy would fold the layers of the original (B72)."""
+    """TypeError with the class: a context's copy would fold the layers of the original."""
     assert len(fixed) == 8
     for name, each in fixed.items():
         with pytest.raises(TypeError, match=rf"^a {name} cannot be copied or pickled: .*; make another"):

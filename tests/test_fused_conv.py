@@ -211,7 +211,7 @@ def test_a_convolution_state_over_the_other_pools_is_refused():
 
 
 def test_checked_mode_tells_the_convolution_state_of_another_layer():
-    """Of equal sizes nothing else tells them apart; the history of the other layer would be lost (B79)."""
+    """Of equal sizes nothing else tells them apart; the history of the other layer would be lost."""
     shape = {"layers": 2, "heads": 1, "conv_dim": 48}
     pool = Pool(Target("torch", "cpu"), Target("torch", "cpu").shape(**shape))
     batch = Batch(pool, [Row(1, 0, 2)])

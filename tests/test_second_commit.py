@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rig import Pool, Snapshot, Target
+from rig import Pool, Snapshot, Target, same_bytes
 from steps import Batch, Row, commit, core_verify
 from truth import start
 
@@ -15,6 +15,7 @@ ROWS = [Row(3, 0, 4), Row(4, 1, 4)]
 
 def committed(accepted=(2, 3), deferred=True, **shape):
     """A pool whose first step is verified and committed, and the batch of that step."""
+    torch.manual_seed(0)
     pool = Pool(CPU, CPU.shape(**({"layers": 2, "heads": 1} | shape)), check=True)
     start(pool, {row: row + 3 for row in range(4)})
     batch = Batch(pool, ROWS)
@@ -35,7 +36,7 @@ def refused(row=0):
 
 @pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "folded"])
 def test_a_second_commit_of_a_step_is_a_wrong_order(deferred):
-    """Folded, its records would be in the checkpoint twice; deferred, they would be noted again after a drain (B46)."""
+    """Folded, its records would be in the checkpoint twice; deferred, they would be noted again after a drain."""
     pool, batch = committed(deferred=deferred)
     if deferred:
         pool.context.drain(batch.state_indices, batch.record_rows, pool.pending)
@@ -90,15 +91,32 @@ def test_rows_of_other_steps_and_rows_that_own_nothing_may_be_committed():
 
 
 def test_an_abandoned_step_is_committed_with_accepted_0():
-    """Also one that was given up between two layers, and one that never began where there is nothing to lose."""
+    """Also one that never began, where there is nothing to lose."""
+    pool, batch = committed()
+    verify_all(batch)
+    for _ in range(2):
+        commit(batch, [0, 0])
+        commit(batch, [0, 0], deferred=False)
+    assert pool.pending.tolist() == [0] * 6
+
+
+@pytest.mark.parametrize("accepted", [0, 1])
+def test_a_step_given_up_between_two_layers_is_not_committed_before_the_others_are_verified(accepted):
+    """Each verify folds what its layer has pending: the others would lose it. Rows without tokens make up for it."""
     pool, batch = committed()
     verify_all(batch, layers=[0])
+    before = Snapshot(pool)
+    with pytest.raises(RuntimeError, match=r"^record row 0 was committed and not verified since, in layer 1: "):
+        commit(batch, [accepted, accepted])
+    assert before.changed() == []
+    verify_all(Batch(pool, [Row(3, 0, 0), Row(4, 1, 0)]), layers=[1])
     commit(batch, [0, 0])
-    commit(batch, [0, 0])
-    assert pool.pending.tolist() == [0] * 6
-    verify_all(batch)
-    commit(batch, [1, 1], deferred=False)
-    commit(batch, [0, 0], deferred=False)
+    want, twin = committed()
+    verify_all(twin)
+    commit(twin, [0, 0])
+    assert pool.pending.tolist() == want.pending.tolist()
+    for layer in range(2):
+        assert same_bytes(pool.checkpoint(layer), want.checkpoint(layer)), layer
 
 
 def test_a_flushed_row_may_be_committed_without_a_verify_if_it_accepts_nothing():

@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, Int64
 from torch import Tensor
 
 from ...backends import Support
+from ...capturing import is_capturing
 from ...launch import is_programmatic
 from ...steps import Convolution
 from ..fused import composed
@@ -184,7 +185,7 @@ def deferred_verify_f32(
     layer = (checkpoint_state, records.correction, records.key_gate)
     indices = (state_indices, record_rows, query_start_loc, pending)
     note = None
-    if programmatic and torch.cuda.is_current_stream_capturing():
+    if programmatic and is_capturing():
         stream = torch.cuda.current_stream(device).cuda_stream
         note = (stream, touched(sized, layer, indices, (A_log, dt_bias), conv))
         programmatic = order.has_one_predecessor(stream)

@@ -106,7 +106,7 @@ def test_behind_a_join_a_verify_is_launched_plainly(monkeypatch, known):
     """In a capture the attribute needs exactly one predecessor; without it nothing is read early either."""
     deferred = pytest.importorskip("graphrt.kernels.cute.deferred")
     launched = []
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(deferred, "is_capturing", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1))
     monkeypatch.setattr(order, "position", lambda stream: Position(7, 1234) if known else None)
     monkeypatch.setattr(order, "_last", None)
