@@ -21,7 +21,7 @@ from graphrt.errors import error_counter
 from graphrt.fixed import Fixed
 from graphrt.launch import launch
 from graphrt.sentinels import SCRATCH_ROW
-from graphrt.steps import Advance, StageSources, StepBegin
+from graphrt.steps import Advance, Staged, StageSources, StepBegin
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +138,10 @@ class DecodeStep(Fixed):
             )
         self._staged = allocate_rows(most, inputs.block_table_width, device)[1]
         self._rows: dict[int, StepRows] = {}
+        if device.type == "cuda":
+            # Compiled here: padding becomes padding.
+            nothing = self._staged.num_accepted_tokens
+            self._advance(self._staged, self._staged, Sampled(nothing, nothing))
         # The verifies of a step are given `replayed`; the rows are those of `pending` all the same.
         order.keep_together(context.stack.corrections, pending)
         self._recordings = SizedRecordings({"step": self._run}, most, device, context.check, self._static_tensors)
@@ -265,7 +269,7 @@ class DecodeStep(Fixed):
             sampled = self.sample(rows, outputs)
         self._check_sampled(sampled, num_reqs)
         self._commit(rows, sampled)
-        self._advance(num_reqs, sampled)
+        self._advance(cut_rows(self._staged, num_reqs), self.inputs.rows(self.inputs.max_num_reqs), sampled)
         return outputs, sampled
 
     def _static_tensors(self) -> dict[str, Tensor]:
@@ -323,11 +327,11 @@ class DecodeStep(Fixed):
             eager=rows.eager,
         )
 
-    def _advance(self, num_reqs: int, sampled: Sampled) -> None:
+    def _advance(self, rows: Staged, next_rows: Staged, sampled: Sampled) -> None:
         finished = sampled.finished
         advance = Advance(
-            rows=cut_rows(self._staged, num_reqs),
-            next_rows=self.inputs.rows(self.inputs.max_num_reqs),
+            rows=rows,
+            next_rows=next_rows,
             num_accepted_tokens=sampled.num_accepted_tokens,
             query_lens=sampled.query_lens,
             finished=finished.view(torch.uint8) if finished is not None else None,

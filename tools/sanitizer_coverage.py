@@ -42,7 +42,6 @@ def run_by_cases() -> set[Any]:
     with ExitStack() as patches:
         patches.enter_context(triton_variants.collect_launches(launches, ""))
         patches.enter_context(patch.object(build.Kernels, "launch", keep))
-        patches.enter_context(patch.object(torch.cuda, "is_current_stream_capturing", lambda: False))
         for module in (commit, deferred):
             patches.enter_context(patch.object(module, "sm_count", lambda device: 132))
         for name, case in sanitizer_cases.CASES.items():
