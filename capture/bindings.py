@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphrt.capture.errors import CaptureError
+from graphrt.checks import fail
 from graphrt.environment import CHECK
 
 StaticTensors = Mapping[str, Tensor] | Callable[[], Mapping[str, Tensor]]
@@ -24,6 +25,21 @@ _FIX = "write into the recorded tensor instead (copy_, fill_), or record again"
 def wanted(check: bool | None) -> bool:
     """Whether a recording checks its addresses at each replay: `check`, or GRAPHRT_CHECK=1 where it is None."""
     return CHECK.is_on() if check is None else check
+
+
+def check_named(tensors: object) -> Mapping[str, Tensor]:
+    """The argument `tensors` of a recording, or what its function gave: a mapping of tensors with memory.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if not isinstance(tensors, Mapping):
+        fail("tensors", "tensors by name, or a function that gives them", type(tensors).__name__)
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor) or t.layout is not torch.strided:
+            what = t.layout if isinstance(t, Tensor) else type(t).__name__
+            fail("tensors", "dense tensors by name", f"{what} for {name!r}")
+    return tensors
 
 
 def argument_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
@@ -78,7 +94,7 @@ class Bindings:
         self._places: dict[str, int] = {}
         if tensors is not None:
             self._named = tensors if callable(tensors) else lambda: tensors
-            self._places = {name: t.data_ptr() for name, t in self._named().items()}
+            self._places = {name: t.data_ptr() for name, t in check_named(self._named()).items()}
 
     def add(self, where: str, t: Tensor) -> None:
         """Note a tensor that a launch takes; views made for one call are noted by their storage."""
@@ -115,7 +131,7 @@ class Bindings:
             what = f"{type(error).__name__}: {error}"
             raise CaptureError(f"replay of {name!r}: its static tensors are gone ({what}); record again") from error
         for tensor_name, place in self._places.items():
-            t = now.get(tensor_name)
+            t = now.get(tensor_name) if isinstance(now, Mapping) else None
             if not isinstance(t, Tensor) or t.data_ptr() != place:
                 raise CaptureError(
                     f"replay of {name!r}: static tensor {tensor_name!r} is not the one that was recorded; {_FIX}"

@@ -1,11 +1,11 @@
 """The few calls of the CUDA driver that torch does not offer: what a captured graph consists of."""
 
 import ctypes
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from graphrt.cuda_types import EdgeData
+from graphrt.capturing import capture_of
+from graphrt.cuda_types import EdgeData, call, library
 
 # CUgraphNodeType of the driver API, in order.
 _NODE_TYPES = (
@@ -88,24 +88,13 @@ class _FillParams(ctypes.Structure):
     )
 
 
-@functools.cache
-def _library() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-def _call(function: str, *args: Any) -> None:
-    status = getattr(_library(), function)(*args)
-    if status != 0:
-        raise RuntimeError(f"{function} failed with CUDA driver error {status}")
-
-
 def begin_capture(stream: int) -> None:
     """Begin capturing a `cudaStream_t` handle, in thread-local mode.
 
     RuntimeError if the driver refuses, here and below.
     """
     thread_local = 1
-    _call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), thread_local)
+    call("cuStreamBeginCapture_v2", ctypes.c_void_p(stream), thread_local)
 
 
 def nodes(graph: int) -> list[int]:
@@ -114,28 +103,28 @@ def nodes(graph: int) -> list[int]:
     if count == 0:
         return []
     found, size = (ctypes.c_void_p * count)(), ctypes.c_size_t(count)
-    _call("cuGraphGetNodes", ctypes.c_void_p(graph), found, ctypes.byref(size))
+    call("cuGraphGetNodes", ctypes.c_void_p(graph), found, ctypes.byref(size))
     return [node or 0 for node in found]
 
 
 def num_nodes(graph: int) -> int:
     """How many nodes a graph has; also while it is captured."""
     count = ctypes.c_size_t(0)
-    _call("cuGraphGetNodes", ctypes.c_void_p(graph), None, ctypes.byref(count))
+    call("cuGraphGetNodes", ctypes.c_void_p(graph), None, ctypes.byref(count))
     return count.value
 
 
 def node_type(node: int) -> str:
     """kernel, memcpy, memset, ..."""
     kind = ctypes.c_int(0)
-    _call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
+    call("cuGraphNodeGetType", ctypes.c_void_p(node), ctypes.byref(kind))
     return _NODE_TYPES[kind.value] if 0 <= kind.value < len(_NODE_TYPES) else f"type {kind.value}"
 
 
 def edges(graph: int) -> list[tuple[int, int, bool]]:
     """(source, target, programmatic) for every edge, source and target as node handles."""
     # Before CUDA 12.3 there are no programmatic edges, and no place to read them from.
-    with_data = hasattr(_library(), "cuGraphGetEdges_v2")
+    with_data = hasattr(library(), "cuGraphGetEdges_v2")
     capacity = 64 + 4 * num_nodes(graph)
     while True:
         # Asking for the number alone could fail as a query that loses the edges' data.
@@ -143,7 +132,7 @@ def edges(graph: int) -> list[tuple[int, int, bool]]:
         data, count = (EdgeData * capacity)(), ctypes.c_size_t(capacity)
         arrays = [sources, targets, data] if with_data else [sources, targets]
         function = "cuGraphGetEdges_v2" if with_data else "cuGraphGetEdges"
-        _call(function, ctypes.c_void_p(graph), *arrays, ctypes.byref(count))
+        call(function, ctypes.c_void_p(graph), *arrays, ctypes.byref(count))
         if count.value < capacity:
             found = zip(sources, targets, data, strict=True)
             return [(s, t, d.type == _PROGRAMMATIC) for s, t, d in found if s and t]
@@ -153,20 +142,20 @@ def edges(graph: int) -> list[tuple[int, int, bool]]:
 def kernel(node: int) -> tuple[str, dict[str, Any]]:
     """Name and launch shape of a kernel node."""
     p = _KernelParams()
-    _call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(p))
+    call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(p))
     facts = {"grid": list(p.grid), "block": list(p.block), "shared_bytes": p.shared_bytes}
     name = ctypes.c_char_p()
     if p.func:
-        _call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(p.func))
+        call("cuFuncGetName", ctypes.byref(name), ctypes.c_void_p(p.func))
     else:
-        _call("cuKernelGetName", ctypes.byref(name), ctypes.c_void_p(p.kern))
+        call("cuKernelGetName", ctypes.byref(name), ctypes.c_void_p(p.kern))
     return demangled((name.value or b"unnamed kernel").decode(errors="replace")), facts
 
 
 def copy(node: int) -> tuple[str, dict[str, Any]]:
     """Direction and bytes of a memcpy node."""
     p = _CopyParams()
-    _call("cuGraphMemcpyNodeGetParams", ctypes.c_void_p(node), ctypes.byref(p))
+    call("cuGraphMemcpyNodeGetParams", ctypes.c_void_p(node), ctypes.byref(p))
     num_bytes = p.width_bytes * max(p.height, 1) * max(p.depth, 1)
     return f"{_memory(p.src)} to {_memory(p.dst)}", {"bytes": num_bytes}
 
@@ -174,18 +163,14 @@ def copy(node: int) -> tuple[str, dict[str, Any]]:
 def fill(node: int) -> tuple[str, dict[str, Any]]:
     """Value and bytes of a memset node."""
     p = _FillParams()
-    _call("cuGraphMemsetNodeGetParams", ctypes.c_void_p(node), ctypes.byref(p))
+    call("cuGraphMemsetNodeGetParams", ctypes.c_void_p(node), ctypes.byref(p))
     return f"fill {p.value}", {"bytes": p.element_bytes * p.width * max(p.height, 1)}
 
 
 def capturing_graph(stream: int) -> int | None:
     """Handle of the graph that a stream is capturing into, or None. The driver owns it."""
-    status, graph = ctypes.c_int(0), ctypes.c_void_p()
-    function, unused = "cuStreamGetCaptureInfo_v2", [None, None]
-    if hasattr(_library(), "cuStreamGetCaptureInfo_v3"):
-        function, unused = "cuStreamGetCaptureInfo_v3", [None, None, None]
-    _call(function, ctypes.c_void_p(stream), ctypes.byref(status), None, ctypes.byref(graph), *unused)
-    return graph.value if status.value == 1 else None
+    found = capture_of(stream)
+    return None if found is None else found.graph
 
 
 DETAILS: dict[str, Callable[[int], tuple[str, dict[str, Any]]]] = {"kernel": kernel, "memcpy": copy, "memset": fill}
@@ -197,7 +182,7 @@ def _memory(end: _CopyEnd) -> str:
     kind = ctypes.c_uint(end.memory)
     if kind.value == _UNIFIED:
         # Unregistered host memory is unknown to the driver, which leaves the value or an error.
-        status = _library().cuPointerGetAttribute(ctypes.byref(kind), _POINTER_MEMORY_TYPE, ctypes.c_uint64(end.device))
+        status = library().cuPointerGetAttribute(ctypes.byref(kind), _POINTER_MEMORY_TYPE, ctypes.c_uint64(end.device))
         if status != 0:
             return "host"
     return _MEMORY.get(kind.value, f"memory {kind.value}")

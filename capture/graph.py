@@ -21,6 +21,7 @@ from graphrt.capture.pool import Memory, pool_bytes, pool_ranges
 from graphrt.capture.recording import Recording
 from graphrt.capture.shadow import tensors_in
 from graphrt.capture.topology import Edge, GraphNode, Topology
+from graphrt.capturing import is_capturing
 
 _one_capture_at_a_time = threading.Lock()
 # Open recordings in each shared pool that has had one. At zero torch retires the pool and will not take it again.
@@ -41,7 +42,7 @@ def record_graph(
     """Warm `fn` up on the capture stream, then capture it there. See `graphrt.capture.record`."""
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index), _one_capture_at_a_time:
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             raise CaptureError(
                 f"recording {name!r}: the current stream is already capturing; end that capture first, "
                 "or call the function itself there"
@@ -71,7 +72,7 @@ def _capture(
     before_bytes = pool_bytes(pool) if shared_pool else 0
     watch = CaptureWatch(
         name,
-        is_capturing=torch.cuda.is_current_stream_capturing,
+        is_capturing=is_capturing,
         num_nodes=functools.partial(_nodes_so_far, stream.cuda_stream),
         memory=Memory(pool),
         bindings=bindings,

@@ -14,15 +14,16 @@ from graphrt.capture.pinned import PinnedRing
 from graphrt.capture.recording import is_under_way
 from graphrt.capture.sources import Source, as_tensor, check_sources
 from graphrt.capture.static import allocate_rows, cut_rows
-from graphrt.checks import check_count, check_device, check_flag, check_kind, fail
+from graphrt.checks import check_count, check_flag, check_kind, check_step_device, fail
 from graphrt.errors import canonical, error_counter
+from graphrt.fixed import Fixed
 from graphrt.launch import is_recording, launch
 from graphrt.slots import RecordSlots
 from graphrt.steps import SOURCES, Owners, Staged, StageSources
 
 
 @dataclass(frozen=True, eq=False)
-class StepInputs:
+class StepInputs(Fixed):
     """The static inputs of a step, one row per batch row: what recordings read, and `stage` fills.
 
     Allocated once (one block), never rebound. Every row starts as padding. A batch of n rows owns rows 0..n-1; all
@@ -71,7 +72,7 @@ class StepInputs:
         for name, least in (("max_num_reqs", 1), ("spec_query_len", 1), ("block_table_width", 0)):
             check_count(name, getattr(self, name), least)
         put: Any = object.__setattr__
-        put(self, "device", canonical(check_device("device", self.device)))
+        put(self, "device", canonical(check_step_device("device", self.device)))
         if self.ledger is not None:
             check_kind("ledger", self.ledger, RecordSlots)
         if self.ledger is not None and self.ledger.generation.device != self.device:
@@ -127,8 +128,9 @@ class StepInputs:
     ) -> None:
         """Copy a step's metadata into the static buffers: one launch on the current stream, and no wait.
 
-        Lists of ints, arrays (NumPy's, `array("i")`) and host tensors are read now, device tensors in stream order; all
-        kinds may be mixed. On a GPU host values travel through a ring of pinned blocks, so that steps may be queued.
+        Lists of ints, arrays with a buffer (NumPy's, `array("i")`) and host tensors are read now, device tensors in
+        stream order; all kinds may be mixed. On a GPU host values travel through a ring of pinned blocks, so that steps
+        may be queued.
         What is omitted gets its padding value in every row. What another stream still writes is waited for as always,
         by `torch.cuda.current_stream().wait_event(...)` before.
 

@@ -1,16 +1,16 @@
 """`record`: the one way to make a recording, on any device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from graphrt import profiling
-from graphrt.capture.bindings import Bindings, StaticTensors, wanted
+from graphrt.capture.bindings import Bindings, StaticTensors, check_named, wanted
 from graphrt.capture.graph import record_graph
 from graphrt.capture.recording import Recording, under_way
 from graphrt.capture.tape import record_tape
-from graphrt.checks import check_callable, check_count, check_device, check_flag, check_kind, fail
+from graphrt.checks import check_callable, check_count, check_flag, check_kind, check_step_device, fail
 
 
 def record(
@@ -34,7 +34,7 @@ def record(
             raises CaptureError if one was freed, reallocated, or had its `.data` swapped; a microsecond a tensor.
             None: as GRAPHRT_CHECK=1 says. On CUDA these are the tensors of graphrt's own launches (the layers' too)
     tensors for the check: static tensors by name, or a function that gives them as they are now, which also shows
-            that their owner has replaced one: `tensors=lambda: vars(inputs)`
+            that their owner has replaced one: `tensors=lambda: {"hidden": model.hidden}`
 
     The recording itself executes nothing and changes nothing: no tensor, no random state; a replay draws
     fresh random numbers. On the CPU fresh results start as poison: NaN, the smallest integer, the largest one
@@ -54,16 +54,14 @@ def record(
     a storage or `data_ptr()`, launches of a thread that ran before (starting one, or a thread pool's `submit`, is
     refused), and draws from a generator of the function's own, which older versions of torch cannot capture on CUDA.
     """
-    place = check_device("device", device)
+    place = check_step_device("device", device)
     check_callable("fn", fn)
     check_count("warmup", warmup, 0)
     check_kind("name", name, str)
-    if place.type not in ("cpu", "cuda"):
-        fail("device", "cpu or cuda", place)
     if check is not None:
         check_flag("check", check)
-    if tensors is not None and not callable(tensors) and not isinstance(tensors, Mapping):
-        fail("tensors", "tensors by name, or a function that gives them", type(tensors).__name__)
+    if tensors is not None and not callable(tensors):
+        check_named(tensors)
     if pool is not None and (not isinstance(pool, tuple) or len(pool) != 2):
         fail("pool", "a memory pool, such as torch.cuda.graph_pool_handle()", repr(pool))
     label = name or str(getattr(fn, "__name__", type(fn).__name__))

@@ -14,6 +14,7 @@ from graphrt.capture.bindings import Bindings
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.topology import Topology
 from graphrt.checks import fail
+from graphrt.fixed import Fixed
 
 _under_way: ContextVar[str | None] = ContextVar("graphrt_recording_under_way", default=None)
 
@@ -39,7 +40,7 @@ def is_under_way() -> bool:
     return _under_way.get() is not None
 
 
-class Recording(ABC):
+class Recording(Fixed, ABC):
     """A recorded function: `replay` runs it again on the tensors it was recorded with.
 
     name        the caller's name for it, used in every error

@@ -3,18 +3,20 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphrt import checked, profiling
+from graphrt import checked, order, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.neutral import state_neutral
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
 from graphrt.checks import check_block_size, check_flag, check_index, check_kind, check_not_expanded, fail
 from graphrt.choice import Choice, CommitChoice, StepShape, choose_commit
 from graphrt.context import KDARecoverSSMCommitContext
+from graphrt.fixed import Fixed
 from graphrt.steps import Commit, Staged
 
 log = logging.getLogger("graphrt")
@@ -91,7 +93,7 @@ def static_tensors(context: KDARecoverSSMCommitContext, inputs: StepInputs) -> d
     return found
 
 
-class CommitRunner:
+class CommitRunner(Fixed):
     """Replays the commit, flush or drain of a staged step, from the static inputs alone.
 
     A step is `inputs.stage(...)`, the engine's verify and sampling, then `commit`. Every replay writes the context's
@@ -172,7 +174,8 @@ class CommitRunner:
         if not listed or not all(mode in MODES for mode in modes):
             fail("modes", f"some of {', '.join(MODES)}", repr(modes))
         wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs)
-        with self.inputs.kept(), proof(self.context, self.pending, prove_neutral):
+        proven, ours = proof(self.context, self.pending, prove_neutral), self.context.stack.corrections
+        with self.inputs.kept(), proven, order.followed(ours):
             self._recordings.capture(modes, wanted, lambda n: dummy_inputs(self.inputs, n, dcp=dcp), progress)
         self.capture_sizes = sorted({*self.capture_sizes, *wanted})
 
@@ -209,14 +212,17 @@ class CommitRunner:
         self._recordings.close()
 
     def _run(self, mode: str, num_reqs: int) -> None:
-        commit = self._check_values(mode, num_reqs) if checked.enabled(self.context.check) else None
+        checks = checked.enabled(self.context.check)
+        note = self._check_values(mode, num_reqs) if checks else None
         if profiling.ranges is None:
             self._replay(mode, num_reqs)
         else:
             with profiling.annotated(*_RANGES[mode], self._work(mode, num_reqs)):
                 self._replay(mode, num_reqs)
-        if commit is not None:
-            checked.close_step(self.context.stack.corrections, commit)
+        if note is not None:
+            note()
+        elif mode != "drain" and not checks:
+            order.lose_track(mode, self.context.stack.corrections)
 
     def _replay(self, mode: str, num_reqs: int) -> None:
         if self._recordings.replay(mode, num_reqs) is None and num_reqs > 0:
@@ -231,11 +237,11 @@ class CommitRunner:
             return profiling.Work(num_reqs, 0, num_reqs)
         return profiling.commit_work(num_reqs, True, self.eager or self.mamba_block_size is not None)
 
-    def _check_values(self, mode: str, num_reqs: int) -> Commit | None:
+    def _check_values(self, mode: str, num_reqs: int) -> Callable[[], None] | None:
         """Checked mode: what the context's own methods do before a launch, for a replay does not pass through them.
 
         Returns:
-            The commit that closes the step once it has run.
+            What notes the call once it has run.
         """
         self.inputs.check_num_reqs(num_reqs, 0)
         if num_reqs == 0:
@@ -244,12 +250,13 @@ class CommitRunner:
         checked.whole_step(self.inputs.rows(self.inputs.max_num_reqs), num_reqs)
         if mode != "commit":
             owners = self.inputs.owners(num_reqs)
-            checked.flush_values(rows.state_indices, rows.record_rows, self.pending, owners, stack)
-            return None
+            live = checked.flush_values(rows.state_indices, rows.record_rows, self.pending, owners, stack)
+            return partial(order.note_fold, live, stack.corrections, mode == "drain")
         size = self._recordings.size_of(mode, num_reqs) or num_reqs
         commit = Commit(request_indices=None, **self._commit_arguments(rows, self.choice.eager(size)))
         checked.commit_values(commit, stack.geometry)
-        return commit
+        order.check_verified(stack.corrections, commit)
+        return partial(order.close_step, stack.corrections, commit)
 
     def _commit_arguments(self, rows: Staged, all_eager: bool) -> dict[str, Any]:
         align = self.mamba_block_size is not None

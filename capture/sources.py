@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,8 +10,12 @@ from torch import Tensor
 from graphrt.checks import fail
 from graphrt.steps import HEADER_WORDS, SOURCES
 
-Source = Tensor | Sequence[int] | Sequence[bool] | Sequence[Sequence[int]] | None
-"""A value of `StepInputs.stage`: a tensor on any device, plain ints, or nothing."""
+if TYPE_CHECKING:
+    # In collections.abc from Python 3.12 on.
+    from typing_extensions import Buffer
+
+Source: TypeAlias = "Tensor | Sequence[int] | Sequence[bool] | Sequence[Sequence[int]] | Buffer | None"
+"""A value of `StepInputs.stage`: a tensor on any device, plain ints, an array with a buffer (NumPy's), or nothing."""
 
 OFFSETS, EAGER, REQUESTS, TABLE = (
     SOURCES.index(name) for name in ("query_start_loc", "eager", "request_indices", "block_table")

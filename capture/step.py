@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphrt import backends, checked, profiling
+from graphrt import backends, checked, order, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.recording import Recording
 from graphrt.capture.runner import check_parts, proof, settle, static_tensors
@@ -18,9 +18,10 @@ from graphrt.checks import check_callable, check_count, check_flag, check_index,
 from graphrt.choice import Choice
 from graphrt.context import KDARecoverSSMCommitContext
 from graphrt.errors import error_counter
+from graphrt.fixed import Fixed
 from graphrt.launch import launch
 from graphrt.sentinels import SCRATCH_ROW
-from graphrt.steps import Advance, StageSources, StepBegin
+from graphrt.steps import Advance, Staged, StageSources, StepBegin
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,8 @@ class StepRows:
     state_indices        [B] int32: state slot
     record_rows          [B] int32: record row, -1 in padding rows
     query_start_loc      [B + 1] int32: row b owns tokens `query_start_loc[b] .. [b + 1]`, 0 to Q of them
-    pending              [R] int32: what the verifies of this step replay first; pass it as their `pending`
+    pending              [R] int32: what the verifies of this step replay first; pass it as their `pending`. Those that
+                         the step was made with are refused until its commit: it has taken them over
     num_computed_tokens  [B] int32: tokens in the state before this step, as staged and advanced by each step
     eager                [B] uint8: rows that this step commits at once
     block_table          [B, width] int32: state blocks of each row
@@ -71,7 +73,7 @@ Sample = Callable[[StepRows, Any], Sampled]
 """Chooses tokens, accepts drafts, stages the next windows' tokens."""
 
 
-class DecodeStep:
+class DecodeStep(Fixed):
     """One decode step on the device: from staged rows to the staged rows of the next step.
 
     The launches of a step, in order:
@@ -136,8 +138,12 @@ class DecodeStep:
             )
         self._staged = allocate_rows(most, inputs.block_table_width, device)[1]
         self._rows: dict[int, StepRows] = {}
+        if device.type == "cuda":
+            # Compiled here: padding becomes padding.
+            nothing = self._staged.num_accepted_tokens
+            self._advance(self._staged, self._staged, Sampled(nothing, nothing))
         # The verifies of a step are given `replayed`; the rows are those of `pending` all the same.
-        checked.keep_together(context.stack.corrections, pending)
+        order.keep_together(context.stack.corrections, pending)
         self._recordings = SizedRecordings({"step": self._run}, most, device, context.check, self._static_tensors)
         self.outputs: tuple[Any, Sampled] | None = None
         """What `verify` and `sample` returned in the step that ran last: static tensors of its recording."""
@@ -167,7 +173,8 @@ class DecodeStep:
         check_flag("dcp", dcp)
         wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs)
         proven = proof(self.context, self.pending, prove_neutral)
-        with proven, self.inputs.kept(), _random_state_kept(self.inputs.device):
+        ours = order.followed(self.context.stack.corrections)
+        with proven, ours, self.inputs.kept(), _random_state_kept(self.inputs.device):
             self._recordings.capture(["step"], wanted, lambda n: dummy_inputs(self.inputs, n, dcp=dcp), progress)
         self.capture_sizes = sorted({*self.capture_sizes, *wanted})
 
@@ -189,21 +196,30 @@ class DecodeStep:
                 self._replay(num_reqs)
 
     def _replay(self, num_reqs: int) -> None:
-        if checked.enabled(self.context.check):
-            self._check_values(num_reqs)
+        checks, corrections = checked.enabled(self.context.check), self.context.stack.corrections
+        live = self._check_values(num_reqs) if checks else []
         recording = self._recordings.replay("step", num_reqs)
         if recording is not None:
             self.outputs = recording.outputs
+            if checks:
+                order.note_step(corrections, live)
+            else:
+                order.lose_track("commit", corrections)
         elif num_reqs > 0:
             self.run(num_reqs)
 
-    def _check_values(self, num_reqs: int) -> None:
-        """Checked mode: the step's own launches read no values in a replay, so the rows are read before it."""
+    def _check_values(self, num_reqs: int) -> list[int]:
+        """Checked mode: the step's own launches read no values in a replay, so the rows are read before it.
+
+        Returns:
+            The record rows of the step.
+        """
         self.inputs.check_num_reqs(num_reqs, 0)
         if num_reqs > 0:
             rows, owners = self.inputs.rows(num_reqs), self.inputs.owners(num_reqs)
             checked.whole_step(self.inputs.rows(self.inputs.max_num_reqs), num_reqs)
-            checked.step_values(rows, self.pending, owners, self.context.stack.geometry)
+            return checked.step_values(rows, self.pending, owners, self.context.stack)
+        return []
 
     def replay_dummy(self, num_reqs: int, *, dcp: bool = False) -> None:
         """Run one step on dummy rows, as an idle rank must; the staged step is put back and nothing else changes."""
@@ -248,11 +264,12 @@ class DecodeStep:
             flushed, nobody, drained = (t[:num_reqs] for t in (self.flush_rows, self._nobody, self._drained))
             torch.where(flushed, rows.record_rows, nobody, out=drained)
             self.context.drain(rows.state_indices, drained, self.replayed)
-        outputs = self.verify(rows)
-        sampled = self.sample(rows, outputs)
+        with order.taken_over(self.pending):
+            outputs = self.verify(rows)
+            sampled = self.sample(rows, outputs)
         self._check_sampled(sampled, num_reqs)
         self._commit(rows, sampled)
-        self._advance(num_reqs, sampled)
+        self._advance(cut_rows(self._staged, num_reqs), self.inputs.rows(self.inputs.max_num_reqs), sampled)
         return outputs, sampled
 
     def _static_tensors(self) -> dict[str, Tensor]:
@@ -310,11 +327,11 @@ class DecodeStep:
             eager=rows.eager,
         )
 
-    def _advance(self, num_reqs: int, sampled: Sampled) -> None:
+    def _advance(self, rows: Staged, next_rows: Staged, sampled: Sampled) -> None:
         finished = sampled.finished
         advance = Advance(
-            rows=cut_rows(self._staged, num_reqs),
-            next_rows=self.inputs.rows(self.inputs.max_num_reqs),
+            rows=rows,
+            next_rows=next_rows,
             num_accepted_tokens=sampled.num_accepted_tokens,
             query_lens=sampled.query_lens,
             finished=finished.view(torch.uint8) if finished is not None else None,

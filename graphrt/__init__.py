@@ -1,7 +1,8 @@
 """graphrt: speculative decoding with Kimi Delta Attention, its recurrent state committed late, in replayable graphs."""
 
 from .align import align_eager_mask, align_state_indices
-from .context import KDADeferredCommitContext, KDARecoverSSMCommitContext, KDARecoverSSMDeferred
+from .context import KDADeferredCommitContext, KDARecoverSSMCommitContext
+from .deferred import KDARecoverSSMDeferred
 from .errors import ErrorKind, ErrorReport, error_counter, error_counts, error_report, reset_errors
 from .fused import FusedConv
 from .launch import programmatic_launches

@@ -63,6 +63,14 @@ def check_device(name: str, device: object) -> torch.device:
     return place
 
 
+def check_step_device(name: str, device: object) -> torch.device:
+    """A device that steps can run on, or its name."""
+    place = check_device(name, device)
+    if place.type not in ("cpu", "cuda"):
+        fail(name, "cpu or cuda", place)
+    return place
+
+
 def check_block_size(size: object, spec_query_len: int) -> None:
     """Align mode: a window reaches one block boundary at most."""
     if isinstance(size, int) and size < spec_query_len:

@@ -5,13 +5,13 @@ accepted count, and the next verify replays that many records in the pass in whi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from . import backends, checked
+from . import backends, checked, order
 from .checks import (
     check_block_size,
     check_count,
@@ -23,7 +23,7 @@ from .checks import (
     fail,
 )
 from .errors import error_counter
-from .launch import AT_ONCE, execution, launch
+from .launch import launch
 from .layers import KDALayerLike, LayerStack
 from .sentinels import FP32_DEFERRED
 from .state import StateAccess
@@ -31,7 +31,7 @@ from .steps import Commit, Owners, Plan
 from .warmup import compile_variants
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class KDARecoverSSMCommitContext(StateAccess):
     """The layers of a model, the static plan of a commit, and the kernels that run it.
 
@@ -42,7 +42,7 @@ class KDARecoverSSMCommitContext(StateAccess):
     stack: LayerStack
     plan: Plan
     """[max_num_reqs] int32 vectors, rewritten by every commit, flush and drain."""
-    choice: backends.Choice = field(repr=False)
+    choice: backends.Choice
     check: bool | None = None
     """True: read the values before every launch and raise. None: as `GRAPHRT_CHECK=1` says."""
 
@@ -76,6 +76,8 @@ class KDARecoverSSMCommitContext(StateAccess):
         check_count("spec_query_len", spec_query_len, 1)
         check_count("max_num_reqs", max_num_reqs, 1)
         check_flag("conv_dim_first", conv_dim_first)
+        if check is not None:
+            check_flag("check", check)
         stack = LayerStack.build(
             layers,
             spec_query_len=spec_query_len,
@@ -85,11 +87,20 @@ class KDARecoverSSMCommitContext(StateAccess):
         )
         facts = (stack.lower_bound, spec_query_len, stack.key_gates[0].dtype, stack.aligned)
         choice = backends.choose(backend, backends.Facts.of(stack.checkpoints[0], *facts))
+        now = stack.tensors_now()
+        for i, checkpoint in enumerate(stack.checkpoints):
+            checked.note_layer(now[f"layers[{i}].kv_cache[0]"], checkpoint)
         plan = Plan.allocate(max_num_reqs, stack.device)
         error_counter(stack.device)
         context = cls(stack=stack, plan=plan, choice=choice, check=check)
         compile_variants(stack, choice.backend, context._run_commit, context._run_fold_pending)
         return context
+
+    def __repr__(self) -> str:
+        """Its sizes: the tensors would be read from the device."""
+        layers, capacity = len(self.checkpoints), self.commit_lens.shape[0]
+        sizes = f"{layers} layers, spec_query_len={self.spec_query_len}, max_num_reqs={capacity}"
+        return f"{type(self).__name__}({self.backend!r}, {sizes}, on {self.stack.device})"
 
     @property
     def backend(self) -> str:
@@ -198,8 +209,12 @@ class KDARecoverSSMCommitContext(StateAccess):
         )  # fmt: skip
         self._check_commit(commit)
         if checked.enabled(self.check):
+            checked.bound(self.stack)
             checked.commit_values(commit, self.stack.geometry)
-            checked.close_step(self.stack.corrections, commit)
+            order.check_verified(self.stack.corrections, commit)
+            order.close_step(self.stack.corrections, commit)
+        else:
+            order.unseen("commit", self.stack.corrections)
         launch("graphrt.commit", self._run_commit, commit)
 
     def flush(self, state_indices: Tensor, record_rows: Tensor, pending: Tensor, owners: Owners | None = None) -> None:
@@ -242,7 +257,11 @@ class KDARecoverSSMCommitContext(StateAccess):
         check_is_tensor("pending", pending)
         self._check_rows(state_indices, record_rows, pending, owners)
         if checked.enabled(self.check):
-            checked.flush_values(state_indices, record_rows, pending, owners, self.stack)
+            checked.bound(self.stack)
+            live = checked.flush_values(state_indices, record_rows, pending, owners, self.stack)
+            order.note_fold(live, self.stack.corrections, zero)
+        elif not zero:
+            order.unseen("flush", self.stack.corrections)
         launch(name, self._run_fold_pending, state_indices, record_rows, pending, zero, owners)
 
     def _run_commit(self, commit: Commit) -> None:
@@ -273,6 +292,7 @@ class KDARecoverSSMCommitContext(StateAccess):
         if pending is not None:
             check_index("pending", pending, self.stack.geometry.num_rows, device, exactly=True)
             check_not_expanded("pending", pending)
+            order.check_not_taken(pending)
         if owners is not None:
             if not isinstance(owners, Owners):
                 fail("owners", "an Owners(staged, current)", type(owners).__name__)
@@ -351,44 +371,6 @@ class KDADeferredCommitContext(KDARecoverSSMCommitContext):
             conv_width=conv_width,
             check=check,
         )
-
-
-@dataclass
-class KDARecoverSSMDeferred:
-    """One step's deferred commit, as a metadata build hands it to the verify and to whoever flushes.
-
-    record_rows    [>= B] int32: record row of each row, -1 for none
-    pending        [R] int32, by record row
-    eager          [B] bool or uint8: rows committed now (align mode: near a block boundary); None for no row
-    context        whose layers are folded
-    state_indices  [B] int32: state slot of each row
-    flushed        whether `flush` has run
-    owners         whom the rows were staged for; without it they are taken as they are
-    """
-
-    record_rows: Tensor
-    pending: Tensor
-    eager: Tensor | None
-    context: KDARecoverSSMCommitContext = field(repr=False, compare=False)
-    state_indices: Tensor = field(repr=False, compare=False)
-    flushed: bool = False
-    owners: Owners | None = field(default=None, repr=False, compare=False)
-
-    _flushed_in: list[object] = field(default_factory=list, init=False, repr=False, compare=False)
-
-    def flush(self) -> None:
-        """Fold the step's pending records before a verify that does not replay them; at most once per step object.
-
-        A recording takes the flush although a warm-up has run it, for each replay is a step of its own. What runs at
-        once runs once, whatever was recorded in between. Captures that are not `record`'s cannot be told apart: each
-        needs a step object of its own.
-        """
-        here, places = execution(), self._flushed_in
-        if self.flushed and (not places or here == places[-1] or (here == AT_ONCE and here in places)):
-            return
-        self.context.flush(self.state_indices, self.record_rows, self.pending, self.owners)
-        self.flushed = True
-        places.append(here)
 
 
 def _as_bytes(mask: Tensor | None) -> Tensor | None:

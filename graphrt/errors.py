@@ -13,7 +13,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from .checks import check_device
+from .capturing import is_capturing
+from .checks import check_device, check_step_device
+from .launch import refuse_in_recording
 
 
 class ErrorKind(IntEnum):
@@ -157,7 +159,12 @@ def error_counts(device: torch.device | str, *, wait: bool = True) -> dict[str, 
 
 
 def reset_errors(device: torch.device | str) -> None:
-    """Set every count of `device` to zero and forget the first rows. Synchronises: what ran before is not counted."""
+    """Set every count of `device` to zero and forget the first rows. Synchronises: what ran before is not counted.
+
+    Raises:
+        RuntimeError: inside a recording, which every replay would repeat.
+    """
+    refuse_in_recording("reset_errors")
     counter = _counter(device)
     _wait(canonical(device))
     counter.host[:NUM_KINDS].zero_()
@@ -181,8 +188,8 @@ def _counter(device: torch.device | str) -> _Counter:
     device = canonical(device)
     counter = _counters.get(device)
     if counter is None:
-        check_device("device", device)
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        check_step_device("device", device)
+        if device.type == "cuda" and is_capturing():
             raise RuntimeError(
                 f"the error counter of {device} does not exist yet: run the step once before the capture"
             )

@@ -14,7 +14,7 @@ from .capture.static import allocate_rows
 from .checks import fail
 from .layers import KDALayer, LayerStack
 from .records import allocate_records
-from .slots import RecordSlots
+from .slots import allocate_counts
 from .steps import Plan
 
 META = torch.device("meta")
@@ -101,7 +101,7 @@ def footprint(model: Model, service: Service) -> Footprint:
     layers = [_layer(model, service, heads) for _ in range(model.layers)]
     stack = LayerStack.build(layers, spec_query_len=service.spec_query_len, max_num_reqs=service.max_num_reqs)
     staged, _ = allocate_rows(service.max_num_reqs, service.block_table_width, META)
-    ledger = RecordSlots(service.max_num_reqs, META)
+    counts = allocate_counts(service.max_num_reqs, META)
     plan = Plan.allocate(service.max_num_reqs, META)
     # commit, flush and drain for every power of two
     recordings = 3 * len({1 << i for i in range(service.max_num_reqs.bit_length())} | {service.max_num_reqs})
@@ -113,11 +113,11 @@ def footprint(model: Model, service: Service) -> Footprint:
             "records": _bytes(
                 t for layer in layers for t in (layer.recoverssm_records.correction, layer.recoverssm_records.key_gate)
             ),
-            "ledger (pending, generation)": _bytes(t for t in vars(ledger).values() if isinstance(t, Tensor)),
+            "ledger (pending, generation)": _bytes(iter(counts)),
             "plan": _bytes(getattr(plan, field.name) for field in fields(plan)),
             "tables of addresses": _bytes(_tables(stack)),
             # `StepInputs`, and the rows of a `DecodeStep` with its copy of the pending counts
-            "staging": 2 * staged.nbytes + ledger.pending.nbytes,
+            "staging": 2 * staged.nbytes + counts[0].nbytes,
         },
         host_pinned=_ring_bytes(service.max_num_reqs),
         graphs=-(-recordings // _GRAPHS_A_BLOCK) * _BLOCK_BYTES,

@@ -26,7 +26,8 @@ class FusedConv:
     bit: in one launch on `fp32_deferred` (K = V = 128, width up to 5, weights in the dtype of q), in two elsewhere.
 
     conv_state  [slots, conv_dim, C] in the dtype of q, C = W - 1 + Q or one less; [slots, C, conv_dim] without
-                `dim_first`
+                `dim_first`. Of the layer whose checkpoints the verify gets: memory of its own, which is asked for at
+                every call; another layer's of the same sizes is told apart in checked mode only
     weight      [conv_dim, W]
     bias        [conv_dim], or None
     dim_first   how the convolution state lies

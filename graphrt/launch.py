@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 from . import profiling
+from .capturing import current_capture, is_capturing
 from .checks import check_flag
 
 
@@ -48,13 +49,18 @@ def is_recording() -> bool:
     return _recorder.get() is not None
 
 
-AT_ONCE = (None, False)
+AT_ONCE = (None, 0)
 """`execution()` outside of every recording and capture."""
 
 
-def execution() -> tuple[object, bool]:
+def execution() -> tuple[object, int]:
     """Where launches go from here, to compare: at once to the device, or into this recording or capture."""
-    return _recording.get(), profiling.is_capturing()
+    return _recording.get(), current_capture()
+
+
+def runs_at_once() -> bool:
+    """Whether launches go to the device at once: outside of every recording and capture, whoever makes it."""
+    return _recording.get() is None and not is_capturing()
 
 
 def refuse_in_recording(name: str) -> None:
@@ -62,7 +68,7 @@ def refuse_in_recording(name: str) -> None:
 
     A warm-up is no recording yet.
     """
-    if execution() != AT_ONCE:
+    if not runs_at_once():
         raise RuntimeError(
             f"{name} is for one time, and a replay would repeat it in every step: call it between two replays"
         )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .checks import FLOATS, check_count, check_head_dim, check_is_tensor, check_lower_bound, check_not_expanded, fail
+from .fixed import Fixed
 from .overlap import check_apart
 from .records import KDARecoverSSMRecords
 from .steps import Geometry
@@ -38,8 +39,9 @@ class KDALayer:
     local_num_heads     H, heads on this device
     head_dim            K = V, a power of two of at least 16
     gate_lower_bound    below zero for the bounded gate, None for the softplus gate
-    conv_weight         [conv_dim, W]; only its width is asked for, where `create` gets no `conv_width`
-    conv_bias           [conv_dim], or None; for the caller's own use
+    conv_weight         [conv_dim, W]; `create` asks for its width, where it gets no `conv_width`, and for its dtype, to
+                        compile the convolution
+    conv_bias           [conv_dim], or None; `create` compiles the convolution with a bias if there is one
     """
 
     kv_cache: tuple[Tensor, Tensor]
@@ -54,7 +56,7 @@ class KDALayer:
 
 
 @dataclass(frozen=True)
-class LayerStack:
+class LayerStack(Fixed):
     """The tensors of L layers and int64 tables of their addresses and strides (in elements), on the device.
 
     The lists keep the tensors alive, the tables are what kernels read. Nothing is copied: a weight update in place
@@ -88,6 +90,10 @@ class LayerStack:
     """C = hist + Q (a step may accept nothing), or C = hist + Q - 1 (it may not)."""
     aligned: bool
     """Every address is a multiple of 16 bytes and every row stride one of 16 elements."""
+    conv_packed: bool
+    """Convolution states are contiguous within a slot, in one storage order, and slots start on 16 bytes."""
+    conv_kinds: frozenset[tuple[torch.dtype, bool]]
+    """Of the layers' convolutions, as far as they are known: dtype of the weights, and whether there is a bias."""
     tensors_now: Callable[[], dict[str, Tensor]]
     """By name, what the layers hold now: the tensors above, until an owner replaces one."""
 
@@ -169,6 +175,8 @@ class LayerStack:
             spec_query_len=spec_query_len,
             hist=hist,
             conv_keeps_history=keeps,
+            conv_packed=_is_packed(conv_states),
+            conv_kinds=frozenset(kind for layer in layers for kind in _conv_kinds(layer)),
             aligned=all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in rows),
             tensors_now=lambda: {
                 f"layers[{index}].{field}": t
@@ -176,6 +184,22 @@ class LayerStack:
                 for field, t in _tensors_of(layer).items()
             },
         )
+
+
+def _is_packed(conv_states: list[Tensor]) -> bool:
+    _, channels, columns = conv_states[0].shape
+    orders = {t.stride()[1:] for t in conv_states}
+    aligned = all(t.data_ptr() % 16 == 0 and t.stride(0) % 16 == 0 for t in conv_states)
+    return aligned and orders in ({(columns, 1)}, {(1, channels)})
+
+
+def _conv_kinds(layer: KDALayerLike) -> Iterator[tuple[torch.dtype, bool]]:
+    """A layer without weights may have those of its state's dtype, with and without a bias."""
+    weight = getattr(layer, "conv_weight", None)
+    if isinstance(weight, Tensor):
+        yield weight.dtype, getattr(layer, "conv_bias", None) is not None
+    else:
+        yield from ((layer.kv_cache[0].dtype, bias) for bias in (False, True))
 
 
 def _written(index: int, layer: KDALayerLike) -> Iterator[tuple[str, Tensor, int]]:

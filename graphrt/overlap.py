@@ -59,3 +59,18 @@ def check_apart(tensors: Iterable[tuple[str, Tensor, int]]) -> None:
                 first, second = sorted((other, span), key=spans.index)
                 fail(second.name, "memory of its own", f"that of {first.name}", "a step writes the state and records")
         nearby.append(span)
+
+
+def check_pool_apart(name: str, t: Tensor, pools: dict[str, tuple[Tensor, int]]) -> None:
+    """As `check_apart`, of one tensor beside others that are apart. Asked at every verify, so of storages first.
+
+    Args:
+        pools: by name, tensor and entries before it.
+    """
+    home = t.untyped_storage()
+    begin, end = home.data_ptr(), home.data_ptr() + home.nbytes()
+    for pool, (other, before) in pools.items():
+        its_home = other.untyped_storage()
+        its_begin = its_home.data_ptr()
+        if begin < its_begin + its_home.nbytes() and its_begin < end:
+            check_apart([(pool, other, before), (name, t, 0)])

@@ -1,8 +1,10 @@
 """A runtime's states in a file, and back: between two steps, with nothing folded, so that a run goes on bit for bit.
 
-The file is safetensors, format version 1. Tensors: per layer `checkpoint.i`, `conv_state.i`, `correction.i` and
+The file is safetensors, format version 2. Tensors: per layer `checkpoint.i`, `conv_state.i`, `correction.i` and
 `key_gate.i`; `pending` and `generation`. Metadata: the sizes and dtypes, the fingerprint of the weights, the slots,
-and who owns which record row. What does not fit is refused before anything is written.
+who owns which record row, a CRC-32 of every tensor's bytes, and one of all that metadata. What does not fit, and a file
+with a bit that is not as it was written, is refused before anything is written. Version 1 had no checksums, and is
+refused.
 """
 
 import ctypes
@@ -10,7 +12,10 @@ import hashlib
 import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+import stat
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,13 +24,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .checked import check_committed
 from .checks import check_kind, check_several, fail
 from .context import KDARecoverSSMCommitContext
+from .order import check_committed, check_unflushed, forget, read
 from .slots import RecordSlots
 
 FORMAT = "graphrt-state"
-VERSION = 1
+VERSION = 2
 
 
 def weights_fingerprint(context: KDARecoverSSMCommitContext, weights: str = "") -> str:
@@ -62,8 +67,9 @@ def save_state(
         weights: the engine's own name for its weights, part of the fingerprint.
 
     Raises:
-        ValueError: for a slot that is not there, a ledger of another size, or a request id that is neither str nor int.
-        RuntimeError: in checked mode, if the last verify of a record row was not committed.
+        ValueError: for a slot that is not there, a ledger of another size, a request id that is neither str nor int, or
+            a path that leads to a folder, a pipe or a device, or is no UTF-8.
+        RuntimeError: in checked mode, if the last verify or flush of a record row was not committed.
         OSError: if it cannot be written; an earlier file of that name is as it was, unless only the last sync of its
             folder failed.
     """
@@ -79,11 +85,14 @@ def save_state(
     for request_id in (*contents["requests"], *contents["preempted"]):
         if type(request_id) not in (str, int):
             fail("ledger", "requests whose ids are str or int, which a file can hold", repr(request_id))
-    check_committed(list(range(stack.geometry.num_rows)), stack.corrections)
+    rows = range(stack.geometry.num_rows)
+    check_committed(rows, stack.corrections)
+    check_unflushed(rows, read(ledger.pending), stack.corrections)
 
     index = None if slots is None else torch.tensor(chosen, dtype=torch.int64, device=stack.device)
     tensors = {name: t if index is None or not by_slot else t[index] for name, t, by_slot in _tensors(context)}
     tensors |= {"pending": ledger.pending, "generation": ledger.generation}
+    own = {name: _own(t) for name, t in tensors.items()}
     metadata = {
         "format": FORMAT,
         "version": str(VERSION),
@@ -91,8 +100,9 @@ def save_state(
         "weights": weights_fingerprint(context, weights),
         "slots": json.dumps(chosen),
         "ledger": json.dumps({**contents, "requests": list(contents["requests"].items())}),
+        "checksums": json.dumps(_checksums(own)),
     }
-    _write_whole(target, {name: _own(t) for name, t in tensors.items()}, metadata)
+    _write_whole(target, own, metadata | {"checksum": _seal(metadata)})
 
 
 def _write_whole(target: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -128,7 +138,8 @@ def load_state(
 
     Raises:
         ValueError: for a file that is not such a file, or of another version, size, dtype or weights, in one sentence
-            with both values, or damaged; nothing is written then. Also for a ledger that has requests.
+            with both values, or damaged, down to a single bit; nothing is written then. Also for a ledger that has
+            requests, and a path as in `save_state`.
         OSError: if it cannot be read.
     """
     source = _checked_path(path)
@@ -147,8 +158,9 @@ def _load(path: Path, file: Any, context: KDARecoverSSMCommitContext, ledger: Re
     if saved.get("format") != FORMAT:
         raise ValueError(f"{path}: not a {FORMAT} file: its format is {saved.get('format', 'not named')}")
     if saved.get("version") != str(VERSION):
-        _refuse(path, "version", saved.get("version"), VERSION)
-    theirs, theirs_of_weights, slots, contents = _metadata(path, saved)
+        way_out = "load it with the release of graphrt that wrote it, or start its requests anew"
+        _refuse(path, "version", saved.get("version"), VERSION, f" ({way_out})")
+    theirs, theirs_of_weights, slots, contents, sums = _metadata(path, saved)
     for name, here in _sizes(context).items():
         if theirs.get(name) != here:
             _refuse(path, name, theirs.get(name), here)
@@ -171,6 +183,10 @@ def _load(path: Path, file: Any, context: KDARecoverSSMCommitContext, ledger: Re
     pending, window = file.get_tensor("pending"), context.stack.spec_query_len
     if bool(((pending < 0) | (pending > window)).any()):
         _refuse_damaged(path, f"pending {pending.tolist()}, in a window of {window}")
+    found_sums = _checksums({name: file.get_tensor(name) for name in present})
+    for name in sorted(present | sums.keys()):
+        if found_sums.get(name) != sums.get(name):
+            _refuse_damaged(path, f"checksum of {name} {found_sums.get(name)}, written as {sums.get(name)}")
 
     try:
         ledger.restore(contents)
@@ -179,6 +195,7 @@ def _load(path: Path, file: Any, context: KDARecoverSSMCommitContext, ledger: Re
     for name, t, rows in targets:
         with torch.inference_mode():  # pools may come from there
             _put(t, rows, file.get_tensor(name))
+    forget(context.stack.corrections)
 
 
 def _put(t: Tensor, rows: list[int] | None, value: Tensor) -> None:
@@ -190,25 +207,39 @@ def _put(t: Tensor, rows: list[int] | None, value: Tensor) -> None:
         t[torch.tensor(rows, dtype=torch.int64, device=t.device)] = value
 
 
-def _metadata(path: Path, saved: dict[str, str]) -> tuple[dict[str, Any], str, list[int], Any]:
-    """Sizes, fingerprint, slots, and contents of the ledger; which ledger they make is for the ledger to say."""
+def _metadata(path: Path, saved: dict[str, str]) -> tuple[dict[str, Any], str, list[int], Any, dict[str, int]]:
+    """Sizes, fingerprint, slots, contents of the ledger, checksums; which ledger it is, is for the ledger to say."""
+    if saved.get("checksum") != _seal(saved):
+        _refuse_damaged(path, f"checksum of its metadata {_seal(saved)}, written as {saved.get('checksum')}")
     try:
-        sizes, slots, contents = (json.loads(saved[name]) for name in ("sizes", "slots", "ledger"))
+        sizes, slots, contents, sums = (json.loads(saved[name]) for name in ("sizes", "slots", "ledger", "checksums"))
         contents = {**contents, "requests": dict(map(tuple, contents["requests"]))}
         fingerprint = saved["weights"]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         _refuse_damaged(path, repr(error))
-    if not isinstance(sizes, dict) or not isinstance(slots, list):
-        _refuse_damaged(path, "sizes or slots of another kind")
-    return sizes, fingerprint, slots, contents
+    if not isinstance(sizes, dict) or not isinstance(slots, list) or not isinstance(sums, dict):
+        _refuse_damaged(path, "sizes, slots or checksums of another kind")
+    return sizes, fingerprint, slots, contents, sums
+
+
+def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """CRC-32 of the bytes of each host tensor: about 1 GB/s a thread."""
+    with ThreadPoolExecutor(max_workers=8) as threads:
+        return dict(zip(tensors, threads.map(lambda t: zlib.crc32(_memory(t)), tensors.values()), strict=True))
+
+
+def _seal(metadata: Mapping[str, str]) -> str:
+    """CRC-32 of everything that a file says beside its tensors."""
+    told = sorted((name, text) for name, text in metadata.items() if name != "checksum")
+    return str(zlib.crc32(json.dumps(told).encode()))
 
 
 def _refuse_damaged(path: Path, what: object) -> NoReturn:
     raise ValueError(f"{path}: damaged, a {FORMAT} file never holds this ({what})")
 
 
-def _refuse(path: Path, what: str, saved: object, here: object) -> NoReturn:
-    raise ValueError(f"{path}: {what} is {saved} in the file and {here} here")
+def _refuse(path: Path, what: str, saved: object, here: object, way_out: str = "") -> NoReturn:
+    raise ValueError(f"{path}: {what} is {saved} in the file and {here} here{way_out}")
 
 
 def _tensors(context: KDARecoverSSMCommitContext) -> Iterator[tuple[str, Tensor, bool]]:
@@ -249,9 +280,17 @@ def _checked_path(path: object) -> Path:
     name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if not isinstance(name, str):
         fail("path", "a str or a path of one", type(path).__name__)
-    if "\0" in name or Path(name).is_dir():
+    if "\0" in name:
         fail("path", "the name of a file", repr(name))
-    return Path(name)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        fail("path", "a name that is UTF-8, which the library that writes the files needs", repr(name))
+    path = Path(name)
+    # A pipe would be waited on for ever, and a device is not to be replaced by a file.
+    if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        fail("path", "the name of a file", f"{name!r}, which is a folder, a pipe or a device")
+    return path
 
 
 def _check_ledger(context: KDARecoverSSMCommitContext, ledger: RecordSlots) -> None:
@@ -270,4 +309,9 @@ def _own(t: Tensor) -> Tensor:
 
 def _bytes(t: Tensor) -> bytes:
     host = t.detach().cpu().contiguous()
-    return ctypes.string_at(host.data_ptr(), host.nbytes)
+    return bytes(_memory(host))
+
+
+def _memory(host: Tensor) -> memoryview:
+    """The bytes of a contiguous host tensor, which must live as long."""
+    return memoryview((ctypes.c_char * host.nbytes).from_address(host.data_ptr())).cast("B")

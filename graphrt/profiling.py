@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import nvtx
 import torch
 
+from .capturing import is_capturing
 from .environment import ANNOTATE
 from .steps import Advance, Commit, Rows, StageSources
 
@@ -164,14 +165,6 @@ def commit_work(batch: int, deferred: bool, chosen_on_device: bool) -> Work:
     if not deferred:
         return Work(batch, 0, batch)
     return Work(batch) if chosen_on_device else Work(batch, batch, 0)
-
-
-def is_capturing() -> bool:
-    """True while the current stream captures a CUDA graph, whoever began it."""
-    # The legacy default stream never captures, and must not be asked while a stream that waits for it does.
-    if not torch.cuda.is_initialized() or torch.cuda.current_stream().cuda_stream == 0:
-        return False
-    return torch.cuda.is_current_stream_capturing()
 
 
 _KERNEL = re.compile(r"graphrt_(stage|verify|commit|flush|fold)(?:_|$)")

@@ -6,14 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checked import forget_row
-from .checks import INT32_MAX, check_count, check_device, check_kind, check_several, fail
+from .checks import INT32_MAX, check_count, check_kind, check_several, check_step_device, fail
+from .fixed import Fixed
 from .launch import refuse_in_recording
+from .order import forget_row
 from .sentinels import NULL_BLOCK_ID
 from .state import StateAccess
 
 
-class RecordSlots:
+class RecordSlots(Fixed):
     """Record rows 0..R-1 handed out to requests, and the per-row device counts that go with them.
 
     A request's life:
@@ -35,11 +36,7 @@ class RecordSlots:
 
     def __init__(self, max_num_reqs: int, device: torch.device | str) -> None:
         check_count("max_num_reqs", max_num_reqs, 1)
-        device = check_device("device", device)
-        with torch.inference_mode(False):  # the counts outlive the caller's mode
-            pending, generation = (torch.zeros(max_num_reqs, dtype=torch.int32, device=device) for _ in range(2))
-        self.pending: Tensor = pending
-        self.generation: Tensor = generation
+        self.pending, self.generation = allocate_counts(max_num_reqs, check_step_device("device", device))
         self._rows: dict[Hashable, int] = {}
         self._preempted: set[Hashable] = set()
         self._free = list(range(max_num_reqs - 1, -1, -1))
@@ -212,6 +209,13 @@ class RecordSlots:
         self.pending[row].zero_()
         self.generation[row].fill_(self._generations[row])
         forget_row(row, self.pending)
+
+
+def allocate_counts(max_num_reqs: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """`pending` and `generation` of a ledger, zeroed: [max_num_reqs] int32 each."""
+    with torch.inference_mode(False):  # the counts outlive the caller's mode
+        pending, generation = (torch.zeros(max_num_reqs, dtype=torch.int32, device=device) for _ in range(2))
+    return pending, generation
 
 
 def _after(generation: int) -> int:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import checked
+from . import checked, order
 from .checks import check_count, check_is_tensor, check_kind, check_several, check_tensor, fail
+from .fixed import Fixed
 from .launch import refuse_in_recording
 from .layers import LayerStack
 from .sentinels import NULL_BLOCK_ID, SCRATCH_ROW
@@ -53,7 +54,7 @@ def _writing() -> AbstractContextManager[None]:
     return torch.inference_mode()
 
 
-class StateAccess:
+class StateAccess(Fixed):
     """What a commit context does with whole states, in stream order. Inside a recording it is refused."""
 
     stack: LayerStack
@@ -210,7 +211,7 @@ class StateAccess:
 
     def _check_committed(self, row: int) -> None:
         if row >= 0 and checked.enabled(self.check):
-            checked.check_committed([row], self.stack.corrections)
+            order.check_committed([row], self.stack.corrections)
 
     def _forget_pending(self, row: int, pending: Tensor) -> None:
         if row >= 0:

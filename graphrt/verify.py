@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, checked
+from . import backends, checked, order
 from .checks import (
     FLOATS,
     INT32_MAX,
@@ -29,6 +29,7 @@ from .checks import (
 from .errors import error_counter
 from .fused import FusedConv, check_conv, check_fused
 from .launch import launch
+from .overlap import check_pool_apart
 from .records import KDARecoverSSMRecords
 from .steps import Rows
 
@@ -213,13 +214,20 @@ def _verify(
     if conv is not None:
         convolution = check_fused(conv, q, k, v, checkpoint, rows.spec_query_len)
         check_apart("out", out, 1, {"conv.conv_state": convolution.state})
+        scratch = int(rows.record_rows is not None)
+        written = {name: (t, scratch * (name != "checkpoint_state")) for name, t in pools.items()}
+        check_pool_apart("conv.conv_state", convolution.state, written)
         conv_verify = backends.choose_conv(backend, q).conv_verify
         call = (chosen.fused_verify, conv_verify, *inputs, convolution, out)
     if checked.enabled(check):
         checked.row_values(rows, q.shape[1], checkpoint.shape[0], records.correction.shape[0])
         checked.written_states(rows, checkpoint)
+        if conv is not None:
+            checked.same_layer(conv.conv_state, checkpoint)
         # Last of all checks: a verify that is refused opens no step.
-        checked.open_step(records.correction, rows)
+        order.open_step(records.correction, rows)
+    else:
+        order.unseen("verify", [records.correction])
     launch(name, _run_counted, *call)
     return out
 
@@ -296,3 +304,4 @@ def _check_rows(rows: Rows, device: torch.device, num_rows: int | None) -> None:
         fail("state_indices", f"at most {num_rows} rows, the record rows", batch, "or give record_rows")
     if rows.pending is not None:
         check_index("pending", rows.pending, num_rows or 1, device, exactly=num_rows is not None)
+        order.check_not_taken(rows.pending)

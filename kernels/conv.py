@@ -11,6 +11,23 @@ slot's C columns (design section 3.2), after a window of `length` tokens:
 Programs own blocks of channels of one row (and layer): nobody else touches those columns, and a block barrier keeps
 the last read before the first write.
 
+Compaction is a launch of its own, in front of the fold. What it has to move is set by the storage order. With columns
+innermost a channel is 22 bytes long (W = 4, Q = 8, 16 bits), so every sector of 32 holds some history to read and some
+to write: the whole slot, in and out, 13 % of what a fold moves. With channels innermost it is three columns in and
+three out, 4 %. For 69 layers of 64 requests, 4608 channels, on an H200 (µs by graph replay, about 10 of them the
+replay's own; tools/results/h200/compaction.txt):
+
+    columns innermost                                    channels innermost
+    223   an in-place update of the same bytes           58   in and out at 4.2 TB/s, a bound
+    408   a tile of channels and columns, 2 bytes each   83
+    249   only what moves, a program for each block; but to start them takes 39 where nothing folds, others 4 to 7
+    306   only what moves, fewer programs                87
+    253   whole channels, written back 16 bytes wide     71   16 bytes wide
+
+So whole channels it is, where states are packed and stay where they are (`LayerStack.conv_packed`): a store that fills
+its sectors. Beside the fold it costs what it costs alone: fold 1762, compaction 321, both 2081 in either order, 2072
+with a fork of the graph. Gap and tail of a launch, all that one launch for both could save, are less than that.
+
 Not checked on the device: live slots are unique within the step.
 """
 
@@ -23,13 +40,12 @@ from ..layers import LayerStack
 from ..steps import Plan, Rows
 from .fold import table_pointer, table_stride
 from .recurrence import NO_CONTRACTION, count_error, wide
-from .verify import clear_tokens, live_row, pending_of, query_range
+from .verify import clear_tokens, live_row, pending_of, query_range, unaligned
 
-BLOCK_D = 256
 VERIFY_BLOCK_D = 64
 MAX_BLOCK_T = 8
-# Programs that fill the card. A compaction of more rows and layers gives each more blocks of channels: where nothing
-# folds, as in most deferred steps, its time is that of starting its programs.
+# Programs of a compaction, if rows and layers are not more. Where nothing folds, as in most deferred steps, its time is
+# that of starting them.
 FOLD_PROGRAMS = 8192
 _QUERY_LEN = tl.constexpr(int(ErrorKind.QUERY_LEN))
 
@@ -149,13 +165,15 @@ def graphrt_fold_conv_kernel(
     commit_lens_ptr, final_ptr, boundary_ptr, boundary_lens_ptr,  # [R] int32
     state_indices_ptr,   # [B] int32
     slot_stride,
-    D, HIST: tl.constexpr, BLOCK_H: tl.constexpr, KEEPS_HISTORY: tl.constexpr, ALIGN: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    D, C: tl.constexpr, HIST: tl.constexpr, KEEPS_HISTORY: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr,
+    DIM_LAST: tl.constexpr, LANES: tl.constexpr, CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Move the history after the accepted tokens to columns [0, hist) of the destination. Grid (parts, B, L)."""
     i_b, i_layer = tl.program_id(1), tl.program_id(2)
     n = tl.load(commit_lens_ptr + i_b)
-    if n <= 0:
+    # In the layout without room for the history a single token leaves it in its place.
+    least: tl.constexpr = 1 if KEEPS_HISTORY or ALIGN else 2
+    if n < least:
         return
     source = tl.load(state_indices_ptr + i_b * slot_stride).to(tl.int64)
     final = tl.load(final_ptr + i_b).to(tl.int64)
@@ -164,23 +182,39 @@ def graphrt_fold_conv_kernel(
         boundary = tl.load(boundary_ptr + i_b).to(tl.int64)
         # Without a boundary its length is 0: a read of the source, not used.
         at = history_start(tl.load(boundary_lens_ptr + i_b), KEEPS_HISTORY)
-    stride = table_stride(conv_strides, i_layer, False)
-    dim = table_stride(dim_strides, i_layer, False)
-    column = table_stride(column_strides, i_layer, False)
-    o_h = tl.arange(0, BLOCK_H)
-    p_history = table_pointer(conv_addrs, i_layer, conv_like, False) + o_h[None, :] * column
-    for i_d in range(tl.program_id(0), tl.cdiv(D, BLOCK_D), tl.num_programs(0)):
-        o_d = (i_d * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
-        mask = (o_d[:, None] < D) & (o_h[None, :] < HIST)
-        p = p_history + o_d[:, None] * dim
-        b_final = tl.load(p + source * stride + history_start(n, KEEPS_HISTORY) * column, mask=mask)
+    stride = table_stride(conv_strides, i_layer, PACKED)
+    p_layer = table_pointer(conv_addrs, i_layer, conv_like, PACKED)
+    dim, column = table_stride(dim_strides, i_layer, False), table_stride(column_strides, i_layer, False)
+    # Lanes in the order of the memory.
+    o = tl.arange(0, BLOCK)
+    if DIM_LAST:
+        o_d, o_h = o % CHANNELS, o // CHANNELS
+        if PACKED:
+            dim, column = 1, D
+    else:
+        o_d, o_h = o // LANES, o % LANES
+        if PACKED:
+            dim, column = C, 1
+    offset = o_d.to(tl.int64) * dim + o_h * column
+    p_from = p_layer + source * stride + history_start(n, KEEPS_HISTORY) * column
+    if LANES > HIST:
+        offset = o
+        p_from = p_layer + source * stride + tl.where(o_h < HIST, history_start(n, KEEPS_HISTORY), 0)
+    for part in range(tl.program_id(0), tl.cdiv(D, CHANNELS), tl.num_programs(0)):
+        first = part * CHANNELS
+        mask = o < CHANNELS * LANES
+        mask &= o_d < D - first if DIM_LAST else o < (D - first) * LANES
+        b_final = tl.load(p_from + first * dim + offset, mask=mask)
         if ALIGN:
-            b_boundary = tl.load(p + source * stride + at * column, mask=mask)
+            b_boundary = tl.load(p_layer + (source * stride + at * column + first * dim) + offset, mask=mask)
             tl.debug_barrier()
             if boundary > 0:
-                tl.store(p + boundary * stride, b_boundary, mask=mask)
+                tl.store(p_layer + (boundary * stride + first * dim) + offset, b_boundary, mask=mask)
         tl.debug_barrier()
-        tl.store(p + final * stride, b_final, mask=mask)
+        tl.store(p_layer + (final * stride + first * dim) + offset, b_final, mask=mask)
+
+
+_UNALIGNED_VERIFY = unaligned(graphrt_verify_conv_kernel)
 
 
 def conv_verify(
@@ -193,7 +227,10 @@ def conv_verify(
         return
     record_rows = rows.state_indices if rows.record_rows is None else rows.record_rows
     pending = rows.state_indices if rows.pending is None else rows.pending
-    graphrt_verify_conv_kernel[(triton.cdiv(conv_dim, VERIFY_BLOCK_D), batch + 1)](
+    aligned = all(t.data_ptr() % 16 == 0 for t in (x, out, weight, weight if bias is None else bias))
+    aligned &= all(t.stride(0) % 16 == 0 for t in (x, out)) and weight.is_contiguous()
+    run = graphrt_verify_conv_kernel if aligned else _UNALIGNED_VERIFY
+    run[(triton.cdiv(conv_dim, VERIFY_BLOCK_D), batch + 1)](
         x, conv_state, weight, bias, out, rows.query_start_loc, rows.state_indices, record_rows, pending, errors,
         num_tokens=num_tokens, batch=batch, num_slots=conv_state.shape[0], num_rows=num_rows,
         spec_query_len=rows.spec_query_len, has_rows=int(rows.record_rows is not None),
@@ -210,12 +247,18 @@ def conv_verify(
 
 def compact_conv(stack: LayerStack, plan: Plan, state_indices: Tensor, align: bool) -> None:
     """Run a written plan over the convolution states of every layer, on the current stream."""
-    conv_dim, batch, layers = stack.conv_states[0].shape[1], state_indices.shape[0], len(stack.conv_states)
-    parts = max(1, min(triton.cdiv(conv_dim, BLOCK_D), FOLD_PROGRAMS // max(1, batch * layers)))
+    conv, batch, layers = stack.conv_states[0], state_indices.shape[0], len(stack.conv_states)
+    (_, conv_dim, columns), dim_last = conv.shape, conv.stride(1) < conv.stride(2)
+    # In place, whole channels may be written back as they are.
+    whole = stack.conv_packed and not dim_last and not align
+    lanes, block, warps = (columns, 4096, 8) if whole else (stack.hist, 1024, 4)
+    # Whole sectors, in either storage order.
+    channels = max(16, block // lanes // 16 * 16)
+    parts = max(1, min(triton.cdiv(conv_dim, channels), FOLD_PROGRAMS // max(1, batch * layers)))
     graphrt_fold_conv_kernel[(parts, batch, layers)](
-        stack.conv_states[0], stack.conv_addrs, stack.conv_strides, stack.conv_dim_strides, stack.conv_column_strides,
+        conv, stack.conv_addrs, stack.conv_strides, stack.conv_dim_strides, stack.conv_column_strides,
         plan.commit_lens, plan.final_state_indices, plan.boundary_state_indices, plan.boundary_recovery_lens,
-        state_indices, slot_stride=state_indices.stride(0), D=conv_dim, HIST=stack.hist,
-        BLOCK_H=triton.next_power_of_2(stack.hist), KEEPS_HISTORY=stack.conv_keeps_history, ALIGN=align,
-        BLOCK_D=BLOCK_D, num_warps=4, **NO_CONTRACTION,
+        state_indices, slot_stride=state_indices.stride(0), D=conv_dim, C=columns, HIST=stack.hist,
+        KEEPS_HISTORY=stack.conv_keeps_history, ALIGN=align, PACKED=stack.conv_packed, DIM_LAST=dim_last, LANES=lanes,
+        CHANNELS=channels, BLOCK=triton.next_power_of_2(channels * lanes), num_warps=warps, **NO_CONTRACTION,
     )  # fmt: skip

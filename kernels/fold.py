@@ -28,10 +28,11 @@ _INDEX_POINTERS = ["state_indices_ptr", "record_rows_ptr"]
 @triton.jit
 def table_pointer(table_ptr, i_layer, like_ptr, ALIGNED: tl.constexpr):
     """Base pointer of a layer's tensor, typed like `like_ptr`."""
-    address = tl.load(table_ptr + i_layer)
+    pointer = tl.load(table_ptr + i_layer).to(like_ptr.dtype)
+    # Said of the pointer: what is known of an integer is lost where it becomes one, and accesses stay narrow.
     if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    return address.to(like_ptr.dtype)
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
 
 
 @triton.jit
@@ -105,7 +106,7 @@ def fold(stack: LayerStack, plan: Plan, state_indices: Tensor, record_rows: Tens
         stack.checkpoint_addrs, stack.checkpoint_strides, stack.correction_addrs, stack.correction_strides,
         stack.key_gate_addrs, stack.key_gate_strides, stack.A_log_addrs, stack.dt_bias_addrs,
         plan.commit_lens, plan.final_state_indices, plan.boundary_state_indices, plan.boundary_recovery_lens,
-        state_indices, rows, stack.lower_bound or 0.0,
+        state_indices, rows, float(stack.lower_bound or 0.0),
         has_rows=int(record_rows is not None), slot_stride=state_indices.stride(0), row_stride=rows.stride(0),
         H=num_heads, K=key_dim, V=value_dim, Q=stack.spec_query_len,
         BLOCK_Q=triton.next_power_of_2(stack.spec_query_len), BLOCK_V=block,

@@ -18,6 +18,9 @@ Stock and deferred verify are one binary (`has_pending` is a run-time flag), hen
 Not checked on the device: live slots and live record rows are unique within the step.
 """
 
+import inspect
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,6 +42,17 @@ _VOLATILE = [
     "qsl_stride", "slot_stride", "row_stride", "pending_stride",
 ]  # fmt: skip
 _INDEX_POINTERS = ["qsl_ptr", "state_indices_ptr", "record_rows_ptr", "pending_ptr", "errors_ptr"]
+
+
+def unaligned(kernel: Any) -> Any:
+    """The one variant of a kernel for tensors that do not all start, token by token, on 16 bytes.
+
+    Specialised on each of them, a kernel would have as many variants as there are ways to be unaligned, and `create`
+    could not compile them before anybody needs one (graphrt/warmup.py).
+    """
+    names = inspect.signature(kernel.fn).parameters
+    strides, pointers = ([name for name in names if name.endswith(end)] for end in ("_stride", "_ptr"))
+    return triton.jit(kernel.fn, do_not_specialize=[*_VOLATILE, *strides], do_not_specialize_on_alignment=pointers)
 
 
 @triton.jit(do_not_specialize=_VOLATILE)
@@ -88,7 +102,10 @@ def pending_of(pending_ptr, row, pending_stride, spec_query_len, has_pending, er
     return tl.minimum(tl.maximum(n, 0), spec_query_len)
 
 
-@triton.jit(do_not_specialize=_VOLATILE, do_not_specialize_on_alignment=_INDEX_POINTERS)
+@triton.jit(
+    do_not_specialize=[*_VOLATILE, "beta_stride"],
+    do_not_specialize_on_alignment=[*_INDEX_POINTERS, "beta_ptr", "A_log_ptr"],
+)
 def graphrt_verify_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,  # [1, T, H, K or V], beta [1, T, H]
     A_log_ptr,          # [H]
@@ -217,6 +234,9 @@ def graphrt_verify_key_gate_kernel(
     tl.store(p_kg + K, tl.load(g_ptr + o_t[:, None] * g_stride + i_h * K + o_k[None, :], mask=mask), mask=mask)
 
 
+_UNALIGNED_VERIFY, _UNALIGNED_KEY_GATE = unaligned(graphrt_verify_kernel), unaligned(graphrt_verify_key_gate_kernel)
+
+
 def block_v(head_dim: int) -> int:
     """Value rows of a program: a [BLOCK_V, K] tile of at most 32 registers a thread at four warps."""
     return max(1, min(head_dim, 4096 // head_dim))
@@ -243,10 +263,14 @@ def verify(
     }  # fmt: skip
     static = {"K": key_dim, "Q": window, "BLOCK_Q": triton.next_power_of_2(window)}
     block = block_v(value_dim)
-    graphrt_verify_kernel[(triton.cdiv(value_dim, block), num_heads, batch + 1)](
+    tokens, slots = (q, k, v, raw_g, out), (checkpoint, records.correction, records.key_gate)
+    aligned = all(t.data_ptr() % 16 == 0 for t in (*tokens, *slots, dt_bias))
+    aligned &= all(t.stride(1) % 16 == 0 for t in tokens) and all(t.stride(0) % 16 == 0 for t in slots)
+    run = graphrt_verify_kernel if aligned else _UNALIGNED_VERIFY
+    run[(triton.cdiv(value_dim, block), num_heads, batch + 1)](
         q, k, v, raw_g, raw_beta, A_log, dt_bias, checkpoint, records.correction, records.key_gate, out,
         rows.query_start_loc, rows.state_indices, record_rows, pending, errors,
-        lower_bound or 0.0, **sizes, has_pending=int(rows.pending is not None), pending_stride=pending.stride(0),
+        float(lower_bound or 0.0), **sizes, has_pending=int(rows.pending is not None), pending_stride=pending.stride(0),
         q_stride=q.stride(1), k_stride=k.stride(1), v_stride=v.stride(1), g_stride=raw_g.stride(1),
         beta_stride=raw_beta.stride(1), out_stride=out.stride(1), checkpoint_stride=checkpoint.stride(0),
         correction_stride=records.correction.stride(0), key_gate_stride=records.key_gate.stride(0),
@@ -254,7 +278,8 @@ def verify(
         num_warps=4, **NO_CONTRACTION,
     )  # fmt: skip
     if batch and num_tokens:
-        graphrt_verify_key_gate_kernel[(batch, num_heads)](
+        run = graphrt_verify_key_gate_kernel if aligned else _UNALIGNED_KEY_GATE
+        run[(batch, num_heads)](
             k, raw_g, records.key_gate, rows.query_start_loc, rows.state_indices, record_rows, errors, **sizes,
             k_stride=k.stride(1), g_stride=raw_g.stride(1), key_gate_stride=records.key_gate.stride(0), **static,
             num_warps=4, **NO_CONTRACTION,

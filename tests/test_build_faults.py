@@ -116,7 +116,7 @@ def test_a_variant_is_compiled_once_in_a_process(monkeypatch):
 def test_a_variant_that_a_capture_would_compile_is_named(monkeypatch, module, kernel):
     """The launch raises before anything is compiled, with the kernel's name and what to do."""
     kernels = pytest.importorskip(f"graphrt.kernels.cute.{module}").KERNELS
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr("graphrt.kernels.cute.build.is_capturing", lambda: True)
     monkeypatch.setattr(kernels, "compile", lambda *_: pytest.fail("compiled in a capture"))
     with pytest.raises(RuntimeError, match=rf"^{kernel}, variant \(99, .*build a context of this shape first"):
         kernels.launch((99, 8), torch.device("cuda", 0))

@@ -6,7 +6,7 @@ from rig import Pool, Snapshot, Target
 from steps import Batch, Row, commit, conv_verify, core_verify, verify
 from truth import run_step, start
 
-from graphrt import RecordSlots
+from graphrt import RecordSlots, allocate_records
 
 CPU = Target("torch", "cpu")
 HUGE = 1 << 30
@@ -254,3 +254,32 @@ def test_a_stock_verify_names_no_ledger_until_its_commit_does(checked):
         core_verify(stock, 0, deferred=False, **checked)
     commit(stock, [1])
     core_verify(open_batch(other, [0]), 0, deferred=True, **checked)
+
+
+REBOUND = {
+    "kv_cache[0]": lambda layer: setattr(layer, "kv_cache", (layer.kv_cache[0].clone(), layer.kv_cache[1])),
+    "kv_cache[1]": lambda layer: setattr(layer.kv_cache[1], "data", layer.kv_cache[1].clone()),
+    "recoverssm_records.key_gate": lambda layer: setattr(
+        layer, "recoverssm_records", allocate_records(6, 1, 4, 16, torch.float32, "cpu")
+    ),
+    "A_log": lambda layer: setattr(layer, "A_log", layer.A_log.clone()),
+    "dt_bias": lambda layer: setattr(layer.dt_bias, "data", layer.dt_bias.clone()),
+}
+
+
+@pytest.mark.parametrize("field", REBOUND)
+def test_checked_mode_finds_a_layer_that_got_other_tensors(checked, field):
+    """Folds go to the memory of `create`, verifies to what the layer has now: states and weights would part."""
+    pool = Pool(CPU, CPU.shape(layers=2, heads=1), **checked)
+    start(pool, {0: 3})
+    batch = Batch(pool, [Row(3, 0, 4)])
+    commit(batch, [0])
+    REBOUND[field](pool.layers[1])
+    name = f"layers[1].{field.replace('key_gate', 'correction')}"
+    for call in (
+        lambda: commit(batch, [0]),
+        lambda: pool.context.flush(batch.state_indices, batch.record_rows, pool.pending),
+        lambda: pool.context.drain(batch.state_indices, batch.record_rows, pool.pending),
+        lambda: pool.context.read_state(3, 0, pool.pending),
+    ):
+        assert_named(call, name, "create the context again")

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from rig import Pool, Snapshot, same_bytes
+from rig import Pool, Snapshot, same_bytes, whole
 from steps import Batch, Row, commit, conv_verify, drain
 from truth import FLOOR, assert_near, assert_rounded, start
 
@@ -111,7 +111,7 @@ def test_other_widths_match_the_oracle(backend_device, width, query_len, engine_
     assert same_bytes(pool.state(3, 0)[1], truths[2].exact[0].history)
 
 
-@pytest.mark.parametrize("conv_dim, programs", [(1, None), (7, None), (300, None), (600, 4)])
+@pytest.mark.parametrize("conv_dim, programs", [(1, None), (7, None), (300, None), (1000, 4)])
 @FIRST
 def test_any_number_of_channels_works(backend_device, conv_dim, programs, conv_dim_first, monkeypatch):
     """Channels that fill no block of a kernel touch no neighbour, also where two programs share three blocks of them;
@@ -132,6 +132,29 @@ def test_any_number_of_channels_works(backend_device, conv_dim, programs, conv_d
     for row, slot in ((2, 3), (1, 5)):
         assert same_bytes(pool.state(slot, 0)[1], truths[row].exact[0].history)
     assert [name for name in before.changed(slots=[3, 5], pending=True) if name.startswith("conv")] == []
+
+
+@LAYOUTS
+@FIRST
+def test_states_that_do_not_start_on_16_bytes_are_compacted_alike(
+    backend_device, engine_layout, conv_dim_first, monkeypatch
+):
+    """Every byte of the convolution states, by a flush of every count and by an align commit to other slots."""
+    pool = conv_pool(backend_device, conv_dim=50, engine_layout=engine_layout, conv_dim_first=conv_dim_first)
+    pool.conv(0)[:] = torch.randn(pool.conv(0).shape, dtype=torch.float32).to(pool.conv(0))
+    pool.pending[:5] = pool.int32([0, 1, 2, 3, 4])
+    monkeypatch.setattr("graphrt.layers._is_packed", lambda states: False)
+    other = pool.twin()
+    assert not other.context.stack.conv_packed and pool.context.stack.conv_packed
+    slots, rows, ends = pool.int32(range(1, 6)), pool.int32(range(5)), pool.int32([0, 4, 8, 12, 16, 20])
+    for one in (pool, other):
+        one.context.flush(slots, rows, one.pending)
+        table, computed = pool.int32([6, 7, 8, 9, 10])[:, None].expand(-1, 2).contiguous(), pool.int32([3] * 5)
+        one.context.commit(
+            pool.int32([1, 2, 3, 4, 4]), slots, ends, block_table=table, num_computed_tokens=computed,
+            mamba_block_size=5, record_rows=rows,
+        )  # fmt: skip
+    assert same_bytes(whole(pool.conv(0)), whole(other.conv(0)))
 
 
 def test_a_stock_verify_takes_the_history_at_its_front(backend_device):

@@ -309,6 +309,7 @@ def test_a_convolution_verify_refuses_a_wrong_argument(pool, fault):
         ({"max_num_reqs": 0}, "max_num_reqs", ("0",)),
         ({"backend": "cuda"}, "backend", ("cuda",)),
         ({"conv_width": 3}, "conv_width", ("3",)),
+        ({"check": 1}, "check", ("True or False", "1")),
         ({"layers": []}, "layers", ()),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from rig import Pool, same_bytes, whole
+from rig import Pool, Target, same_bytes, whole
 from steps import Batch, Row, commit, conv_verify, core_verify, drain
 from test_errors import assert_refused
 
-from graphrt import FusedConv, kda_deferred_verify, kda_recoverssm_verify
+from graphrt import FusedConv, allocate_records, kda_deferred_verify, kda_recoverssm_verify
 
 LAYOUTS = pytest.mark.parametrize("engine_layout", [False, True], ids=["hist+Q", "hist+Q-1"])
 FIRST = pytest.mark.parametrize("conv_dim_first", [True, False], ids=["dim first", "dim last"])
@@ -181,3 +181,45 @@ def test_a_fused_verify_is_one_launch_of_a_recording():
     recording.replay()
     assert [node.name for node in recording.topology().nodes] == ["graphrt.deferred_verify"]
     assert_same(pool, twin, (out, fused(batch.on(twin), deferred=True)))
+
+
+def test_a_convolution_state_over_the_other_pools_is_refused():
+    """The verify would write a window's inputs into states or records; slots may interleave in one allocation."""
+    rows, width = (torch.tensor([0, 2], dtype=torch.int32), torch.tensor([1], dtype=torch.int32), 4), (48, 4)
+    block = torch.zeros(9_000)
+    checkpoint = block.as_strided((4, 1, 16, 16), (600, 256, 16, 1))
+    records = allocate_records(64, 1, 4, 16, torch.float32, "cpu")
+    gate = (torch.zeros(1), torch.zeros(16), -5.0)
+
+    def verify(state):
+        q, k, v = (torch.zeros(1, 2, 1, 16) for _ in range(3))
+        conv, owned = FusedConv(state, torch.zeros(width)), torch.zeros(1, dtype=torch.int32)
+        kda_recoverssm_verify(
+            q, k, v, k, q[..., 0], *gate, checkpoint, records, *rows, record_rows=owned, conv=conv, backend="torch"
+        )
+
+    verify(block.as_strided((4, 48, 7), (600, 7, 1), 256))
+    verify(torch.zeros(4, 48, 7))
+    for home, offset, step, name in (
+        (block, 250, 600, "checkpoint_state"),
+        (block, 300, 336, "checkpoint_state"),
+        (records.correction, 0, 336, "records"),
+        (records.key_gate, 128, 336, "records.key_gate"),
+    ):
+        over = torch.empty(0).set_(home.untyped_storage(), offset, (4, 48, 7), (step, 7, 1))
+        assert_refused(lambda over=over: verify(over), "conv.conv_state", ("memory of its own", f"that of {name} "))
+
+
+def test_checked_mode_tells_the_convolution_state_of_another_layer():
+    """Of equal sizes nothing else tells them apart; the history of the other layer would be lost."""
+    shape = {"layers": 2, "heads": 1, "conv_dim": 48}
+    pool = Pool(Target("torch", "cpu"), Target("torch", "cpu").shape(**shape))
+    batch = Batch(pool, [Row(1, 0, 2)])
+    for t in pool.tensors().values():
+        t.zero_()
+    stranger = FusedConv(pool.layers[1].kv_cache[0], pool.params[0].conv_weight)
+    assert_refused(
+        lambda: fused(batch, deferred=False, conv=stranger, check=True), "conv.conv_state", ("another layer",)
+    )
+    fused(batch, deferred=False, conv=stranger)
+    fused(batch, deferred=False, check=True)

@@ -162,6 +162,13 @@ def test_a_context_says_which_backend_it_runs_and_why(kind, asked):
     truths[0].assert_state(pool, 3)
 
 
+def test_the_text_of_a_context_reads_no_tensor():
+    """In a log or a traceback it says what it is, and neither waits for the device nor prints the pools."""
+    pool = Pool(CPU, CPU.shape(layers=2))
+    text = "KDADeferredCommitContext('torch', 2 layers, spec_query_len=4, max_num_reqs=6, on cpu)"
+    assert repr(pool.context) == str(pool.context) == text
+
+
 def test_the_default_backends_are_auto_and_fp32_deferred():
     """Without a backend both contexts find one; on the CPU it is the torch one."""
     pool = Pool(CPU, CPU.shape(layers=1))

@@ -144,14 +144,20 @@ def rewritten(path, **metadata):
     save_file(tensors, path, old | metadata)
 
 
+def sealed(metadata):
+    """With the checksum that a file with these metadata would have been written with."""
+    return metadata | {"checksum": persist._seal(metadata)}
+
+
 def test_a_file_of_another_version_or_kind_is_refused(tmp_path):
     """A later version, somebody else's safetensors, and bytes that are no safetensors at all."""
     pool, ledger = running(CPU)
     path, other = tmp_path / "run", RecordSlots(6, "cpu")
     save_state(path, pool.context, ledger)
-    rewritten(path, version="2")
-    with pytest.raises(ValueError, match="version is 2 in the file and 1 here"):
-        load_state(path, pool.context, other)
+    for version in ("1", "3"):
+        rewritten(path, version=version)
+        with pytest.raises(ValueError, match=rf"version is {version} in the file and 2 here \(load it with"):
+            load_state(path, pool.context, other)
     rewritten(path, format="pt")
     with pytest.raises(ValueError, match="not a graphrt-state file: its format is pt"):
         load_state(path, pool.context, other)
@@ -185,7 +191,7 @@ def test_a_file_whose_tensors_or_ledger_are_damaged_writes_nothing(tmp_path):
             load_state(path, pool.context, RecordSlots(6, "cpu"))
     contents = json.loads(metadata["ledger"])
     contents["requests"].append(["thief", contents["requests"][0][1]])
-    save_file(tensors, path, metadata | {"ledger": json.dumps(contents)})
+    save_file(tensors, path, sealed(metadata | {"ledger": json.dumps(contents)}))
     with pytest.raises(ValueError, match="each of 6 rows owned or free, once"):
         load_state(path, pool.context, RecordSlots(6, "cpu"))
     assert before.changed() == []
@@ -207,6 +213,9 @@ def test_a_file_whose_tensors_or_ledger_are_damaged_writes_nothing(tmp_path):
         {"ledger": None},
         {"ledger": '{"requests": [[1]]}'},
         {"slots": "[" * 100_000},
+        {"checksums": None},
+        {"checksums": "[]"},
+        {"checksums": "{}"},
     ],
     ids=lambda change: str(change)[:40],
 )
@@ -218,7 +227,7 @@ def test_a_file_with_damaged_metadata_is_refused_in_a_sentence(tmp_path, change)
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata() | change
-    save_file(tensors, path, {k: v for k, v in metadata.items() if v is not None})
+    save_file(tensors, path, sealed({k: v for k, v in metadata.items() if v is not None}))
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*damaged"):
         load_state(path, pool.context, empty_ledger)
     assert before.changed() == [] and len(empty_ledger) == 0

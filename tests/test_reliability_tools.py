@@ -1,6 +1,8 @@
 """tools/soak.py and tools/sanitize.py: what they find, and what they say when they find it."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -126,3 +128,22 @@ def test_a_missing_sanitizer_is_named(sanitize, monkeypatch, capsys):
 def test_cases_of_the_sanitizer_run(sanitize, case):
     """In the interpreter, or on the device where there is one."""
     sanitize.sanitizer_cases.CASES[case](torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+COVERAGE = """
+import sanitizer_cases, sanitizer_coverage
+assert sanitizer_coverage.main() == 0
+for name in ("cute fold wide parameters", "triton fold softplus 16-bit pool"):
+    del sanitizer_cases.CASES[name]
+assert sanitizer_coverage.main() == 1
+"""
+
+
+def test_every_kernel_variant_has_a_case_of_the_sanitizer():
+    """What the compile check knows is launched by a case, on CuTe and on Triton; a variant without one is named."""
+    pytest.importorskip("cutlass")
+    # Kernels that are defined under the interpreter have no launches to collect.
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(TOOLS)}
+    done = subprocess.run([sys.executable, "-c", COVERAGE], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "cute fold wide parameters\ntriton graphrt_fold_kernel BOUNDED=False" in done.stdout

@@ -8,7 +8,7 @@ from rig import Pool, same_bytes
 from steps import Batch, Row, drain
 from truth import run_step, start
 
-from graphrt import RecordSlots
+from graphrt import RecordSlots, error_counts
 
 CPU = torch.device("cpu")
 
@@ -175,3 +175,12 @@ def test_what_makes_no_ledger_is_refused_and_changes_nothing():
         with pytest.raises(ValueError, match=r"^contents: expected"):
             slots.restore(good | change)
         assert slots.contents() == before
+
+
+@pytest.mark.parametrize("device", ["meta", torch.device("meta"), "mps", 3, None, "nowhere"])
+def test_a_ledger_is_on_a_device_that_steps_run_on(device):
+    """ValueError with the argument and what came: counts without memory would be lost without a word."""
+    with pytest.raises(ValueError, match=r"^device: expected .*cpu.*, got"):
+        RecordSlots(2, device)
+    with pytest.raises(ValueError, match=r"^device: expected .*cpu.*, got"):
+        error_counts(device)

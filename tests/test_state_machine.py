@@ -1,12 +1,16 @@
 """A state machine of everything a service does, against the float64 oracle (`graphrt.testing.Service`).
 
-On the CPU the torch backend runs in float64, where a wrong count, slot or token shows at 1e-10; Triton's interpreter
-runs a short trace. On a GPU the real kernels run the long form; `tools/soak.py` runs it longer still.
+On the CPU the torch backend runs in float64, where a wrong count, slot or token shows at 1e-10, and Triton's
+interpreter runs a few short lives. On a GPU captured graphs and real kernels run the long form; `tools/soak.py` is one
+life that is longer still.
 """
 
 import random
+from collections import Counter
+from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import ClassVar
 
 import pytest
 import torch
@@ -30,64 +34,103 @@ DOUBLE = {"dtype": torch.float64, "pool_dtype": torch.float64}
 LIVE = precondition(lambda self: self.service.live)
 
 
-class Life(RuleBasedStateMachine):
-    """Each rule is one action; hypothesis draws what it needs and shrinks it."""
+def action(**drawn):
+    """A rule that has `data` to draw from. As many steps follow it as the class says, some of them hostile."""
 
-    @initialize(lower_bound=st.sampled_from([-5.0, None]), seed=st.integers(0, 99))
-    def begin(self, lower_bound, seed):
-        pool = poisoned_pool(num_layers=1, num_heads=1, lower_bound=lower_bound, conv_dim=6, seed=seed, **DOUBLE)
-        self.service = Service(pool, backend="torch", seed=seed)
+    def decorate(act):
+        @rule(data=st.data(), **drawn)
+        @wraps(act)
+        def act_and_go_on(self, data, **values):
+            act(self, data, **values)
+            self.take_steps(data, self.between, FAULTS)
+
+        return act_and_go_on
+
+    return decorate
+
+
+class Life(RuleBasedStateMachine):
+    """Each rule is one action; hypothesis draws what it needs and shrinks it. A subclass says on what it runs."""
+
+    backend, max_rows, captured = "torch", 4, (1,)
+    lower_bounds = (-5.0, None)
+    sizes: ClassVar = {"num_layers": 1, "num_heads": 1, "conv_dim": 6}
+    in_a_row, between = (1, 5), (0, 0)
+    """Least and most steps one after the other: as an action, and behind every action."""
+    driven: ClassVar[Counter]
+
+    @initialize(data=st.data(), seed=st.integers(0, 99))
+    def begin(self, data, seed):
+        lower_bound = data.draw(st.sampled_from(self.lower_bounds))
+        pool = poisoned_pool(lower_bound=lower_bound, seed=seed, **self.sizes)
+        self.service = Service(pool, backend=self.backend, max_rows=self.max_rows, sizes=self.captured, seed=seed)
+        assert self.service.context.backend == self.backend
         self.service.admit(lambda low, high: low)
+
+    def teardown(self):
+        """The recordings' memory goes back, and what was driven is counted."""
+        service = getattr(self, "service", None)
+        if service is None:
+            return
+        counts = service.counts
+        self.driven.update(lives=1, steps=counts.steps, replays=counts.replays, rows=counts.rows)
+        self.driven.update(faults=sum(counts.faults.values()), comparisons=service.comparisons.done)
+        service.close()
 
     def request(self, data):
         return self.service.live[data.draw(st.integers(0, len(self.service.live) - 1))]
 
-    @rule(data=st.data())
+    def take_steps(self, data, limits, faults=()):
+        least, most = limits
+        for driver in data.draw(st.lists(st.sampled_from(DRIVERS), min_size=least, max_size=most)):
+            wrong = data.draw(st.lists(st.sampled_from(faults), max_size=1)) if faults else ()
+            self.service.step(picker(data), driver=driver, faults=wrong)
+
+    @action()
     def admit(self, data):
         self.service.admit(picker(data))
 
     @LIVE
-    @rule(data=st.data(), drivers=st.lists(st.sampled_from(DRIVERS), min_size=1, max_size=5))
-    def steps(self, data, drivers):
-        for driver in drivers:
-            self.service.step(picker(data), driver=driver)
+    @action()
+    def steps(self, data):
+        self.take_steps(data, self.in_a_row)
 
     @LIVE
-    @rule(data=st.data(), driver=st.sampled_from(DRIVERS), faults=st.lists(st.sampled_from(FAULTS), max_size=2))
+    @action(driver=st.sampled_from(DRIVERS), faults=st.lists(st.sampled_from(FAULTS), max_size=2))
     def hostile_step(self, data, driver, faults):
         self.service.step(picker(data), driver=driver, faults=faults)
 
     @LIVE
-    @rule(data=st.data())
+    @action()
     def drain(self, data):
         self.service.drain(self.service.live[data.draw(st.integers(0, len(self.service.live) - 1)) :])
 
     @LIVE
-    @rule(data=st.data(), way=st.sampled_from(["finish", "abort", "preempt"]))
+    @action(way=st.sampled_from(["finish", "abort", "preempt"]))
     def leave(self, data, way):
         getattr(self.service, way)(self.request(data))
 
-    @rule(data=st.data())
+    @action()
     def resume(self, data):
         self.service.resume(picker(data))
 
     @LIVE
-    @rule(data=st.data())
+    @action()
     def fork(self, data):
         self.service.fork(self.request(data), picker(data))
 
-    @rule()
-    def save_and_load(self):
+    @action()
+    def save_and_load(self, data):
         with TemporaryDirectory() as folder:
             self.service.save_and_load(Path(folder) / "state.safetensors")
 
-    @rule(data=st.data())
+    @action()
     def idle(self, data):
         self.service.idle(picker(data))
 
-    @rule(size=st.integers(1, 4), dcp=st.booleans())
-    def capture(self, size, dcp):
-        self.service.capture([size], dcp=dcp)
+    @action(dcp=st.booleans())
+    def capture(self, data, dcp):
+        self.service.capture([data.draw(st.integers(1, self.max_rows))], dcp=dcp)
 
     @invariant()
     def all_that_holds_at_any_time(self):
@@ -98,46 +141,47 @@ def picker(data):
     return lambda low, high: data.draw(st.integers(low, high))
 
 
-def test_no_sequence_of_actions_parts_from_the_oracle():
-    """Admit, step in four ways, absent rows, eager rows, flush, drain, preempt, resume, fork, save and load, reuse,
-    dummies, lazy capture, late rows and hostile values: outputs, states, histories, pending and strangers' memory hold
-    (B12, B20, B23, B33, B35, B91).
-    """
-    run_state_machine_as_test(
-        Life,
-        settings=settings(
-            max_examples=12, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
-    )
-
-
-def run(service, actions, seed):
-    pick = random.Random(seed).randint
-    for _ in range(actions):
-        service.act(pick)
-        service.check()
-    service.finish_all(pick)
-    service.check()
-    service.close()
+def drive(record_property, lives, rules, **facts):
+    """Drive so many lives of so many rules each, the same ones every time; the counts go into the test's report."""
+    machine = type("DrivenLife", (Life,), {**facts, "driven": Counter()})
+    limits = settings(max_examples=lives, stateful_step_count=rules, deadline=None, derandomize=True, database=None)
+    run_state_machine_as_test(machine, settings=settings(limits, suppress_health_check=list(HealthCheck)))
+    for what, count in machine.driven.items():
+        record_property(what, count)
+    print(f"{machine.backend}: {dict(machine.driven)}")
+    return machine.driven
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels compile here: see the long form")
-def test_a_short_life_under_the_interpreter_is_the_oracles():
+def test_short_lives_under_the_interpreter_are_the_oracles(record_property):
     """The Triton kernels themselves, a few actions of each kind."""
-    run(Service(poisoned_pool(num_layers=1, num_heads=1, conv_dim=6), backend="triton", max_rows=2), 8, seed=4)
+    driven = drive(record_property, 4, 6, backend="triton", max_rows=2, in_a_row=(1, 2), between=(1, 1))
+    assert driven["steps"] > 10
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("backend", ["torch", "triton", pytest.param("fp32_deferred", marks=pytest.mark.sm90)])
-def test_a_long_life_on_the_gpu_is_the_oracles(backend):
-    """Captured graphs and real kernels over thousands of actions; more with tools/soak.py."""
-    sizes = {"head_dim": 128, "dtype": torch.bfloat16} if backend == "fp32_deferred" else {}
-    pool = poisoned_pool(device="cuda", num_slots=12, max_num_reqs=8, **sizes)
-    service = Service(pool, backend=backend, max_rows=6)
-    assert service.context.backend == backend
-    run(service, 1000 if backend == "torch" else 4000, seed=1)
+def test_long_lives_on_the_gpu_are_the_oracles(backend, record_property):
+    """Captured graphs and real kernels, more than 10,000 steps each; a single life that is longer: tools/soak.py."""
+    sizes = {"device": "cuda", "num_slots": 12, "max_num_reqs": 8}
+    facts = {"max_rows": 6, "captured": (1, 4), "in_a_row": (3, 6), "between": (6, 10)}
+    if backend == "fp32_deferred":
+        sizes |= {"head_dim": 128, "dtype": torch.bfloat16}
+        facts["lower_bounds"] = (-5.0,)
+    few = backend == "torch"
+    driven = drive(record_property, 8 if few else 92, 40, backend=backend, sizes=sizes, **facts)
+    assert driven["steps"] > (500 if few else 10_000)
+
+
+def test_no_sequence_of_actions_parts_from_the_oracle(record_property):
+    """Admit, step in four ways, absent rows, eager rows, flush, drain, preempt, resume, fork, save and load, reuse,
+    dummies, lazy capture, late rows and hostile values: outputs, states, histories, pending and strangers' memory hold
+    (B12, B20, B23, B33, B35, B91).
+    """
+    driven = drive(record_property, 12, 20, sizes=Life.sizes | DOUBLE)
+    assert driven["steps"] > 50
 
 
 @pytest.mark.parametrize("lower_bound", [-5.0, None])

@@ -13,8 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("graphrt", "graphrt.capture", "graphrt.testing")
-# Called by nobody here: names of the system whose contract this project keeps, which its engine calls.
-OF_THE_CONTRACT = {"commit_f32", "use_commit_f32"}
+# Called by nobody here: a name of the system whose contract this project keeps, which its engine calls.
+OF_THE_CONTRACT = {"commit_f32"}
 PUBLIC = [
     pytest.param(package, name, id=f"{package}.{name}")
     for package in PACKAGES

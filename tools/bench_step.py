@@ -9,7 +9,9 @@ Columns, µs for all layers:
 - eager: stock verifies, then a commit that folds n records now.
 - verifies: the deferred verifies alone. verify: stock verifies alone.
 - commit: the deferred commit alone (plan and defer), of 20 in one graph. fold: the fold of n records alone.
-- flush: plan, compaction of the convolution histories, and fold.
+- compaction: that of the convolution histories alone. flush: plan, compaction, and fold.
+- fold in order, fold triton: the fold without record rows, and the Triton fold of the same plan (--folds: of fewer
+  heads, layers and requests as well, 20 in one graph where they are small).
 - plain: the deferred step without programmatic launches.
 - conv inside, conv apart: a deferred step whose verifies run the short convolution, and one with a launch for it.
 - launch: a replay of a graph with one tiny kernel; what every other figure has in it, too.
@@ -18,7 +20,7 @@ Columns, µs for all layers:
   request, head and layer) over the card's in-place read-and-write rate, measured first; two_pass: the state alone,
   what a fold needs.
 
-    python tools/bench_step.py [--batch 1 4 16 64] [--pending 4] [--json PATH] [--plot PATH] [--choose PATH]
+    python tools/bench_step.py [--batch 1 4 16 64] [--pending 4] [--folds] [--json PATH] [--plot PATH] [--choose PATH]
 
 The table that ships with the package, from kept results, without a GPU:
 
@@ -31,6 +33,7 @@ import statistics
 import time
 from dataclasses import asdict
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -94,6 +97,9 @@ def measure(batch, layers, heads, q, n, rate, splits):
         "verify": graph_us(lambda: model.verifies(False)),
         "commit": graph_us(lambda: [model.commit() for _ in range(20)]) / 20,
         "fold": graph_us(model.fold),
+        "fold in order": graph_us(model.fold_in_order),
+        "fold triton": graph_us(lambda: model.fold_in_order(triton=True)),
+        "compaction": graph_us(model.compact),
         "flush": graph_us(model.flush),
         "plain": graph_us(model.plain_step),
         "conv inside": graph_us(lambda: model.step(True, "inside")),
@@ -109,6 +115,24 @@ def measure(batch, layers, heads, q, n, rate, splits):
     return row | {"deferred/floor": row["deferred"] / floor, "fold/two_pass": row["fold"] / two_pass}
 
 
+def measure_folds(q, n):
+    """Both folds without record rows (`use_commit_f32`), printed and returned."""
+    from step_model import Model
+
+    rows = []
+    for heads in (1, 12):
+        model = Model(69, heads, q, 64, n)
+        for layers, batch in product((1, 8, 69), (1, 4, 16, 64)):
+            launches = 20 if layers * heads * batch < 2000 else 1
+
+            def fold(triton, model=model, part=(layers, batch), launches=launches):
+                return graph_us(lambda: [model.fold_in_order(triton, *part) for _ in range(launches)]) / launches
+
+            rows.append({"heads": heads, "layers": layers, "batch": batch, "cute": fold(False), "triton": fold(True)})
+            print("  ".join(f"{key} {value:.4g}" for key, value in rows[-1].items()), flush=True)
+    return rows
+
+
 def measure_all(args):
     """Every batch in turn, printed as it comes; what --json keeps."""
     rate = in_place_rate()
@@ -121,7 +145,11 @@ def measure_all(args):
     shape = {k: getattr(args, k) for k in ("batch", "layers", "heads", "window", "pending")}
     versions = {name: version(name) for name in ("torch", "triton", "nvidia-cutlass-dsl")}
     facts = {"device": torch.cuda.get_device_name(), "versions": versions, "commit": args.commit, "rate": rate}
-    return facts | {"args": shape, "rows": rows}
+    return facts | {
+        "args": shape,
+        "rows": rows,
+        "folds": measure_folds(args.window, args.pending) if args.folds else [],
+    }
 
 
 def choose(results, path):
@@ -159,6 +187,7 @@ def main():
     parser.add_argument("--window", type=int, default=8)
     parser.add_argument("--pending", type=int, default=4)
     parser.add_argument("--splits", type=int, nargs="*", default=[], help="also with that many blocks on a head")
+    parser.add_argument("--folds", action="store_true", help="also both folds of fewer heads, layers and requests")
     parser.add_argument("--commit", default="", help="of this tree, kept with the results")
     parser.add_argument("--json", type=output_file)
     parser.add_argument("--plot", type=plot_file)

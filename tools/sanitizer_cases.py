@@ -11,28 +11,45 @@ On the CPU (`--device cpu`) the Triton cases run in the interpreter, which shows
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
 
 Case = Callable[[torch.device], None]
-HALF, SINGLE = torch.bfloat16, torch.float32
+HALF, FP16 = torch.bfloat16, torch.float16
 SLOTS, WINDOW = 7, 4
 
 
-def make_pool(device: torch.device, **changes: Any) -> Any:
-    """A pool of 7 slots and 4 record rows, slots 1 to 4 and the null slot filled, everything initialised."""
+def make_pool(
+    device: torch.device, *, shifted: bool = False, wide: bool = False, padded: bool = False, **changes: Any
+) -> Any:
+    """A pool of 7 slots and 4 record rows, slots 1 to 4 and the null slot filled, everything initialised.
+
+    Args:
+        shifted: the convolution states have one column less, that of an engine. wide: A_log and dt_bias in FP64.
+        padded: four elements lie between one checkpoint and the next, so that slots are not on 16 elements.
+    """
     from graphrt.testing import poisoned_pool
 
     sizes = {"num_layers": 1, "num_slots": SLOTS, "max_num_reqs": 4, "spec_query_len": WINDOW, "conv_dim": 24}
     pool = poisoned_pool(device=device, **sizes | changes)
-    for slot in range(5):
-        pool.fill(slot, slot)
     for layer in pool.layers:
+        conv_state, checkpoint = layer.kv_cache
+        if shifted:
+            conv_state = conv_state[:, :, 1:].contiguous()
+        if padded:
+            size = checkpoint[0].numel()
+            checkpoint = checkpoint.new_zeros(SLOTS, size + 4)[:, :size].unflatten(1, checkpoint.shape[1:])
+        layer.kv_cache = conv_state, checkpoint
+        if wide:
+            layer.A_log, layer.dt_bias = layer.A_log.double(), layer.dt_bias.double()
         for records in (layer.recoverssm_records.correction, layer.recoverssm_records.key_gate):
             records.zero_()
+    for slot in range(5):
+        pool.fill(slot, slot)
     return pool
 
 
@@ -67,49 +84,80 @@ def errors_of(pool: Any) -> torch.Tensor:
     return error_counter(pool.device)
 
 
-def verify(device: torch.device, backend: str, launch: dict[str, Any], conv: bool = False, **sizes: Any) -> None:
-    """Stock and deferred verify of one layer; `launch` goes to the CuTe launcher, with the convolution if asked."""
+def verify(device: torch.device, backend: str, launches: Sequence[dict[str, Any]] = ({},), **sizes: Any) -> None:
+    """Stock and deferred verify of one layer; `launches` go to the CuTe launcher, one after the other."""
     from graphrt import backends
 
     pool = make_pool(device, **sizes)
-    layer, tokens = pool.layers[0], make_tokens(pool)
-    if conv:
-        layer.conv_weight, layer.conv_bias = (t.to(HALF) for t in (layer.conv_weight, layer.conv_bias))
-    inputs = [part[0][None] for part in tokens.parts()[:5]]
-    out = torch.zeros_like(inputs[2])
-    for deferred in (False, True):
+    layer, inputs, out = pool.layers[0], *make_inputs(pool)
+    constants = (layer.A_log, layer.dt_bias, layer.gate_lower_bound, layer.kv_cache[1], layer.recoverssm_records)
+    for deferred, launch in product((False, True), launches):
         rows = make_rows(pool, deferred)
-        constants = (layer.A_log, layer.dt_bias, layer.gate_lower_bound, layer.kv_cache[1], layer.recoverssm_records)
         if backend == "triton":
             backends.load("triton").verify(*inputs, *constants, rows, out, errors_of(pool))
+        else:
+            cute_verify(inputs, constants, rows, out, errors_of(pool), launch)
+
+
+def fused(device: torch.device, backend: str, head_dim: int = 16, **sizes: Any) -> None:
+    """`verify` of raw projections with the convolution, with and without a bias: two launches on Triton, else one."""
+    from graphrt import backends
+    from graphrt.steps import Convolution
+
+    # A fused convolution runs over q, k and v.
+    pool = make_pool(device, head_dim=head_dim, conv_dim=3 * 2 * head_dim, **sizes)
+    layer, inputs, out = pool.layers[0], *make_inputs(pool)
+    # The weights of a fused convolution have the dtype of the activations.
+    weight, bias = (t.to(out.dtype) for t in (layer.conv_weight, layer.conv_bias))
+    keeps_history = layer.kv_cache[0].shape[2] == pool.hist + WINDOW
+    constants = (layer.A_log, layer.dt_bias, layer.gate_lower_bound, layer.kv_cache[1], layer.recoverssm_records)
+    for deferred, given in product((False, True), (bias, None)):
+        rows, conv = make_rows(pool, deferred), Convolution(layer.kv_cache[0], weight, given, keeps_history)
+        if backend == "triton":
+            run = backends.load("triton")
+            run.fused_verify(run.conv_verify, *inputs, *constants, rows, conv, out, errors_of(pool))
             continue
-        from graphrt.kernels.cute.deferred import deferred_verify_f32
-        from graphrt.steps import Convolution
-
-        fused = Convolution(layer.kv_cache[0], layer.conv_weight, layer.conv_bias, True) if conv else None
-        step = (rows.query_start_loc, rows.state_indices, rows.spec_query_len, out, errors_of(pool))
-        rows_of = {"record_rows": rows.record_rows, "pending": rows.pending}
-        deferred_verify_f32(*inputs, *constants, *step, conv=fused, **rows_of, **launch)
+        for split in (1, 2):
+            cute_verify(inputs, constants, rows, out, errors_of(pool), {"conv": conv, "split": split})
 
 
-def conv(device: torch.device, columns: int, transposed: bool) -> None:
-    """Convolution verify with `columns` columns less than history and window."""
+def make_inputs(pool: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """q, k, v, raw_g and raw_beta of a verify, and its output."""
+    inputs = [part[0][None] for part in make_tokens(pool).parts()[:5]]
+    return inputs, torch.zeros_like(inputs[2])
+
+
+def cute_verify(
+    inputs: Sequence[torch.Tensor], constants: Sequence[Any], rows: Any, out: torch.Tensor, errors: torch.Tensor,
+    launch: dict[str, Any],
+) -> None:  # fmt: skip
+    from graphrt.kernels.cute.deferred import deferred_verify_f32
+
+    step = (rows.query_start_loc, rows.state_indices, rows.spec_query_len, out, errors)
+    deferred_verify_f32(*inputs, *constants, *step, record_rows=rows.record_rows, pending=rows.pending, **launch)
+
+
+def conv(device: torch.device, transposed: bool, **sizes: Any) -> None:
+    """Convolution verify, with and without a bias."""
     from graphrt import backends
 
-    pool = make_pool(device)
-    layer, tokens = pool.layers[0], make_tokens(pool)
-    state = layer.kv_cache[0][:, :, : layer.kv_cache[0].shape[2] - columns].contiguous()
+    pool = make_pool(device, **sizes)
+    layer, x = pool.layers[0], make_tokens(pool).x[0]
+    state, out = layer.kv_cache[0], torch.zeros_like(x)
     if transposed:
         state = state.transpose(1, 2).contiguous().transpose(1, 2)
-    out = torch.zeros_like(tokens.x[0])
-    for deferred in (False, True):
-        rows = make_rows(pool, deferred)
-        weights = (layer.conv_weight, layer.conv_bias)
-        backends.load("triton").conv_verify(tokens.x[0], state, *weights, rows, columns == 0, 4, out, errors_of(pool))
+    keeps_history = state.shape[2] == pool.hist + WINDOW
+    for deferred, bias in product((False, True), (layer.conv_bias, None)):
+        step = (make_rows(pool, deferred), keeps_history, 4, out, errors_of(pool))
+        backends.load("triton").conv_verify(x, state, layer.conv_weight, bias, *step)
 
 
-def fold(device: torch.device, backend: str, align: bool, indexed: bool, **sizes: Any) -> None:
-    """Plan, compaction and fold of two layers, and a drain."""
+def fold(device: torch.device, backend: str, aligns: Sequence[bool] = (False, True), **sizes: Any) -> None:
+    """Plan, compaction and fold of two layers without and with record rows; then what a deferred commit and a drain do.
+
+    Args:
+        aligns: whether in align mode, one after the other.
+    """
     from graphrt import backends
     from graphrt.layers import LayerStack
     from graphrt.steps import Commit, Plan
@@ -117,22 +165,25 @@ def fold(device: torch.device, backend: str, align: bool, indexed: bool, **sizes
     pool = make_pool(device, num_layers=2, **sizes)
     stack = LayerStack.build(pool.layers, spec_query_len=WINDOW, max_num_reqs=4)
     plan, run, rows = Plan.allocate(4, pool.device), backends.load(backend), make_rows(pool, True)
-    slots, record_rows = rows.state_indices[:4], rows.record_rows[:4] if indexed else None
-    offsets, counts = rows.query_start_loc[:5], pool.pending.new_tensor([4, 1, 3, 2])
-    table = pool.pending.new_tensor([[1, 5], [2, 6], [3, 5], [4, 6]]) if align else None
-    computed = pool.pending.new_tensor([14, 15, 16, 31]) if align else None
-    commit = Commit(counts, slots, offsets, None, table, computed, 16 if align else None, record_rows, None, None)
-    run.plan_commit(plan, commit, stack.geometry, errors_of(pool))
-    run.compact_conv(stack, plan, slots, align)
-    run.fold(stack, plan, slots, record_rows, align)
-    if indexed and not align:
-        run.plan_flush(plan, slots, record_rows, pool.pending, True, None, stack.geometry, errors_of(pool))
-        run.compact_conv(stack, plan, slots, False)
-        run.fold(stack, plan, slots, record_rows, False)
+    slots, record_rows, offsets = rows.state_indices[:4], rows.record_rows[:4], rows.query_start_loc[:5]
+    counts, eager = pool.pending.new_tensor([4, 1, 3, 2]), torch.tensor([1, 0, 1, 0], dtype=torch.uint8).to(pool.device)
+    table = pool.pending.new_tensor([[1, 5], [2, 6], [3, 5], [4, 6]])
+    blocks = (table, pool.pending.new_tensor([14, 15, 16, 31]), 16)
+
+    def fold_plan(indexed: torch.Tensor | None, align: bool) -> None:
+        run.compact_conv(stack, plan, slots, align)
+        run.fold(stack, plan, slots, indexed, align)
+
+    for align, owned in product(aligns, ((None,) * 3, (record_rows, None, None), (record_rows, pool.pending, eager))):
+        commit = Commit(counts, slots, offsets, None, *(blocks if align else (None,) * 3), *owned)
+        run.plan_commit(plan, commit, stack.geometry, errors_of(pool))
+        fold_plan(owned[0], align)
+    run.plan_flush(plan, slots, record_rows, pool.pending, True, None, stack.geometry, errors_of(pool))
+    fold_plan(record_rows, False)
 
 
-def step(device: torch.device, backend: str, **sizes: Any) -> None:
-    """Staging, a captured decode step and the captured commit, flush and drain."""
+def step(device: torch.device, backend: str, block_size: int | None = None, **sizes: Any) -> None:
+    """Staging, a captured decode step and the captured commit, flush and drain; in align mode with a block size."""
     from graphrt import KDADeferredCommitContext
     from graphrt.capture import CommitRunner, DecodeStep, Sampled, StepInputs
     from graphrt.testing.batches import verify_layers
@@ -150,64 +201,76 @@ def step(device: torch.device, backend: str, **sizes: Any) -> None:
         count = rows.state_indices.shape[0]
         return Sampled(ones[:count], ones[:count])
 
-    decode = DecodeStep(context, pool.pending, inputs, run_verify, sample, flush=True)
-    runner = CommitRunner(context, pool.pending, inputs, [3])
+    decode = DecodeStep(context, pool.pending, inputs, run_verify, sample, flush=True, mamba_block_size=block_size)
+    runner = CommitRunner(context, pool.pending, inputs, [3], block_size)
     decode.capture(progress=False, dcp=True)
     runner.capture(progress=False)
-    inputs.stage(num_reqs=2, state_indices=[1, 4], record_rows=[2, 0], query_start_loc=[0, 4, 5])
+    staged = {"num_reqs": 2, "record_rows": [2, 0], "query_start_loc": [0, 4, 5]}
+    if block_size is not None:
+        staged |= {"num_computed_tokens": [block_size - 2, 3], "block_table": [[1, 2], [4, 5]]}
+    inputs.stage(state_indices=[1, 4], **staged)
     decode.replay(2, 3)
-    inputs.stage(
-        num_reqs=2, state_indices=torch.tensor([1, 4], dtype=torch.int32).to(pool.device), record_rows=[2, 0],
-        query_start_loc=[0, 4, 5], num_accepted_tokens=[2, 1],
-    )  # fmt: skip
+    on_device = torch.tensor([1, 4], dtype=torch.int32).to(pool.device)
+    inputs.stage(state_indices=on_device, num_accepted_tokens=[2, 1], **staged)
     for mode in ("commit", "flush", "drain"):
         getattr(runner, mode)(2)
 
 
 def helpers(device: torch.device) -> None:
     """The two helpers of align mode."""
-    from graphrt import align_eager_mask, align_state_indices
+    from graphrt import backends
 
     def int32(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32).to(device)
 
-    align_eager_mask(int32(3, 16, 30), int32(0, 4, 4, 6), 16, request_indices=int32(2, 0, 7))
-    align_state_indices(int32(1, 2, 3, 4, 5, 6).view(3, 2), int32(3, 16, 40), 16)
+    run, mask = backends.load("triton"), torch.zeros(3, dtype=torch.uint8, device=device)
+    for requests in (None, int32(2, 0, 7)):
+        run.align_eager_mask(int32(3, 16, 30), int32(0, 4, 4, 6), 16, requests, mask)
+    run.align_state_indices(int32(1, 2, 3, 4, 5, 6).view(3, 2), int32(3, 16, 40), 16, int32(0, 0, 0))
 
 
 K128 = {"head_dim": 128, "dtype": HALF}
-# The fused convolution runs over q, k and v; its weights have the dtype of the activations.
-FUSED = {"conv_dim": 3 * 2 * 128}
+SOFTPLUS = {"lower_bound": None, "dtype": HALF, "pool_dtype": HALF}
+WIDE_FP16 = {"wide": True, "dtype": FP16, "pool_dtype": FP16}
+BOTH_SPLITS = ({"split": 1}, {"split": 2})
 CASES: dict[str, Case] = {
-    "triton verify fp32": partial(verify, backend="triton", launch={}),
-    "triton verify softplus 16-bit pool": partial(
-        verify, backend="triton", launch={}, lower_bound=None, dtype=HALF, pool_dtype=HALF
-    ),
-    "triton verify K=128 bf16": partial(verify, backend="triton", launch={}, **K128),
-    "triton conv": partial(conv, columns=0, transposed=False),
-    "triton conv shifting, transposed": partial(conv, columns=1, transposed=True),
-    "triton fold": partial(fold, backend="triton", align=False, indexed=False),
-    "triton fold indexed": partial(fold, backend="triton", align=False, indexed=True),
-    "triton fold align": partial(fold, backend="triton", align=True, indexed=False),
-    "triton fold align indexed": partial(fold, backend="triton", align=True, indexed=True, pool_dtype=HALF),
+    "triton verify fp32": partial(verify, backend="triton"),
+    "triton verify softplus 16-bit pool": partial(verify, backend="triton", **SOFTPLUS),
+    "triton verify K=128 bf16": partial(verify, backend="triton", **K128),
+    "triton verify wide parameters fp16": partial(verify, backend="triton", **WIDE_FP16),
+    "triton verify with convolution": partial(fused, backend="triton", dtype=HALF),
+    "triton verify with convolution, shifted fp16": partial(fused, backend="triton", shifted=True, dtype=FP16),
+    "triton conv": partial(conv, transposed=False),
+    "triton conv shifting, transposed": partial(conv, transposed=True, shifted=True),
+    "triton fold": partial(fold, backend="triton", aligns=[False]),
+    "triton fold align": partial(fold, backend="triton", aligns=[True]),
+    "triton fold softplus 16-bit pool": partial(fold, backend="triton", **SOFTPLUS),
+    "triton fold wide parameters fp16": partial(fold, backend="triton", **WIDE_FP16),
+    "triton fold shifted, padded slots": partial(fold, backend="triton", shifted=True, padded=True),
     "triton align helpers": helpers,
     "triton captured step": partial(step, backend="triton"),
+    "triton captured step align": partial(step, backend="triton", block_size=16),
     **{
-        f"cute verify split {split}{' with convolution' if conv else ''}": partial(
-            verify, backend="cute", launch={"split": split}, conv=conv, **K128, **FUSED
-        )
-        for split in (1, 2)
-        for conv in (False, True)
+        f"cute verify {kind}": partial(verify, backend="cute", launches=BOTH_SPLITS, head_dim=128, dtype=dtype)
+        for kind, dtype in (("bf16", HALF), ("fp16", FP16))
     },
-    "cute verify programmatic": partial(verify, backend="cute", launch={"programmatic": True}, **K128),
-    "cute verify fp16": partial(verify, backend="cute", launch={}, head_dim=128, dtype=torch.float16),
     **{
-        f"cute fold{' align' if align else ''}{' indexed' if indexed else ''}": partial(
-            fold, backend="fp32_deferred", align=align, indexed=indexed, **K128
+        f"cute verify {kind} with convolution{', shifted' if shifted else ''}": partial(
+            fused, backend="cute", head_dim=128, dtype=dtype, shifted=shifted
         )
+        for kind, dtype in (("bf16", HALF), ("fp16", FP16))
+        for shifted in (False, True)
+    },
+    "cute verify wide parameters with convolution": partial(fused, backend="cute", wide=True, **K128),
+    "cute verify programmatic": partial(verify, backend="cute", launches=({"programmatic": True},), **K128),
+    **{
+        f"cute fold {kind}{' align' if align else ''}": partial(
+            fold, backend="fp32_deferred", aligns=[align], head_dim=128, dtype=dtype
+        )
+        for kind, dtype in (("bf16", HALF), ("fp16", FP16))
         for align in (False, True)
-        for indexed in (False, True)
     },
+    "cute fold wide parameters": partial(fold, backend="fp32_deferred", wide=True, **K128),
     "cute captured step": partial(step, backend="fp32_deferred", **K128),
 }
 

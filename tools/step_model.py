@@ -1,12 +1,14 @@
 """A step of the FP32 backend at its kernels' own entry points, for benchmarks and checks on the GPU machine."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
 
 from graphrt import error_counter, programmatic_launches
-from graphrt.kernels.conv import conv_verify
+from graphrt.kernels.conv import compact_conv, conv_verify
 from graphrt.kernels.cute import commit, deferred
+from graphrt.kernels.fold import fold as fold_triton
 from graphrt.steps import Convolution, Rows
 from graphrt.workload import Sizes, StaticLayers
 
@@ -49,6 +51,14 @@ class Model(StaticLayers):
 
     def fold(self, align: bool = False):
         commit.fold(self.context.stack, self.plan, self.slots, self.rows, align)
+
+    def fold_in_order(self, triton: bool = False, layers: int | None = None, batch: int | None = None):
+        """The fold of the first layers and requests without record rows, by either backend's kernel."""
+        stack = replace(self.context.stack, checkpoints=self.context.stack.checkpoints[:layers])
+        (fold_triton if triton else commit.fold)(stack, self.plan, self.slots[:batch], None, False)
+
+    def compact(self):
+        compact_conv(self.context.stack, self.plan, self.slots, False)
 
     def flush(self):
         self.context.flush(self.slots, self.rows, self.pending)

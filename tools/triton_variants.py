@@ -14,7 +14,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,16 @@ def launches(head_dim: int, window: int, pool: torch.dtype, activations: torch.d
             for bias in (None, weight[:, 0].contiguous()):
                 for keeps in (True, False):
                     triton_backend.conv_verify(x, conv_state, weight, bias, step, keeps, rows, x, errors)
-            for align in (False, True):
-                triton_backend.compact_conv(stack, plan, index[:1], align)
+            # Tokens that do not start on 16 bytes.
+            shifted = torch.zeros(q.numel() + 1, dtype=activations)[1:].view(q.shape)
+            triton_backend.verify(
+                shifted, q, q, q, q[..., 0], layer.A_log, layer.dt_bias, lower_bound, checkpoint, kept, step, q, errors
+            )
+            wide = torch.zeros(window, conv_dim + 1, dtype=activations)[:, 1:]
+            triton_backend.conv_verify(wide, conv_state, weight, None, step, True, rows, x, errors)
+            turned = replace(stack, conv_states=[conv_state.transpose(1, 2).contiguous().transpose(1, 2)])
+            for align, states in product((False, True), (stack, turned)):
+                triton_backend.compact_conv(states, plan, index[:1], align)
             for eager in (None, torch.zeros(1, dtype=torch.uint8)):
                 commit = Commit(index, index[:1], index, None, None, None, None, index, index, eager)
                 triton_backend.plan_commit(plan, commit, stack.geometry, errors)

@@ -426,3 +426,37 @@ def test_a_recorded_step_is_the_launches_it_says(device):
         drain = ["graphrt.drain"] if flush else []
         assert own == ["graphrt.stage", *drain, *verifies, "graphrt.commit", "graphrt.advance"]
         assert names[0] == "graphrt.stage" and names[-1] == "graphrt.advance"
+
+
+MISUSES = {
+    "verify": lambda toy, rows: toy.engine.verify(rows, toy.embedding[:, [0] * 12]),
+    "drain": lambda toy, rows: toy.engine.context.drain(rows.state_indices, rows.record_rows, toy.engine.pending),
+    "commit": lambda toy, rows: toy.engine.context.commit(
+        rows.record_rows, rows.state_indices, rows.query_start_loc, record_rows=rows.record_rows,
+        pending=toy.engine.pending,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISUSES)
+@pytest.mark.parametrize("where", ["verify", "sample"])
+def test_the_counts_that_a_step_has_taken_over_are_refused_in_its_callables(device, name, where):
+    """A verify that replayed the zeroed counts would lose every request's accepted tokens, without a word."""
+    toy = Toy(device)
+    begin(toy)
+    before, own = toy.everything(), getattr(toy.step, where)
+
+    def misused(rows, *out):
+        MISUSES[name](toy, rows)
+        return own(rows, *out)
+
+    setattr(toy.step, where, misused)
+    with pytest.raises(ValueError, match=r"^pending: expected the counts of the step, StepRows.pending, got"):
+        toy.step.capture(progress=False)
+    for key, tensor in toy.everything().items():
+        assert torch.equal(tensor, before[key]), key
+    setattr(toy.step, where, own)
+    toy.step.capture(progress=False)
+    toy.step.replay(3, 30)
+    assert [len(text) for text in texts(toy)] == [len(prompt) + new for prompt, new in PROMPTS.values()]
+    MISUSES["drain"](toy, toy.inputs.rows(3))

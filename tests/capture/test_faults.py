@@ -6,13 +6,14 @@ Those not here have their ids in the other files of this folder.
 import gc
 import random
 import threading
+from itertools import cycle
 
 import pytest
 import torch
 from engine import WINDOW, Batch, Engine, assert_same, int32
 from toy import Toy
 
-from graphrt import KDARecoverSSMDeferred, RecordSlots, RequestState, allocate_records, launch
+from graphrt import KDARecoverSSMDeferred, RecordSlots, RequestState, allocate_records, launch, reset_errors
 from graphrt.capture import CaptureError, CommitRunner, StepInputs, dummy_inputs, record
 
 BLOCK = 8
@@ -140,16 +141,19 @@ def test_a_recording_in_the_middle_of_a_step_lets_nothing_be_flushed_twice(devic
 
 
 @pytest.mark.gpu
-def test_a_step_object_is_flushed_in_a_graph_that_somebody_else_captures():
-    """As in a recording of ours, for an engine that captures by itself (B01)."""
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_step_object_is_flushed_in_each_graph_that_somebody_else_captures(number):
+    """As in a recording of ours, for an engine that captures by itself: once in every graph of a step (B01)."""
 
     def capture(work):
         work()
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        return graph.replay
+        graphs = [torch.cuda.CUDAGraph() for _ in range(number)]
+        for graph in graphs:
+            with torch.cuda.graph(graph):
+                work()
+        turns = cycle(graphs)
+        return lambda: next(turns).replay()
 
     flushes_at_every_replay(torch.device("cuda", 0), capture)
 
@@ -166,6 +170,7 @@ ONE_SHOT = {
         1, RequestState([t[1] for t in e.context.checkpoints], [t[1, :, :2] for t in e.context.conv_states], 3), 0,
         ledger.pending,
     ),
+    "reset_errors": lambda e, ledger: reset_errors(e.device),
 }  # fmt: skip
 
 

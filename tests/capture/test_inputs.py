@@ -98,6 +98,7 @@ FORMS = {
     "numpy arrays": lambda name, values, device: (
         np.array(values, dtype=np.uint8 if name == "eager" else np.int32) if name != "block_table" else values
     ),
+    "wide numpy arrays": lambda name, values, device: np.array(values, dtype=bool if name == "eager" else np.int64),
     "standard arrays": lambda name, values, device: (
         array("i", values) if name not in ("block_table", "eager") else values
     ),

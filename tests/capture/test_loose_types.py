@@ -64,7 +64,7 @@ REFUSED = {
     "StepInputs max_num_reqs": (NOT_COUNTS, lambda p, v: StepInputs(v, 4, "cpu")),
     "StepInputs spec_query_len": (NOT_COUNTS, lambda p, v: StepInputs(4, v, "cpu")),
     "StepInputs block_table_width": (NOT_COUNTS, lambda p, v: StepInputs(4, 4, "cpu", v)),
-    "StepInputs device": ((None, 0, True, "nowhere", ["cpu"]), lambda p, v: StepInputs(4, 4, v)),
+    "StepInputs device": ((None, 0, True, "nowhere", ["cpu"], "meta"), lambda p, v: StepInputs(4, 4, v)),
     "StepInputs ledger": ((3, True, "x", torch.zeros(4)), lambda p, v: StepInputs(4, 4, "cpu", ledger=v)),
     "rows num_reqs": ((*NOT_COUNTS, 0, 7), lambda p, v: p.inputs.rows(v)),
     "stage num_reqs": ((*NOT_COUNTS, 7), lambda p, v: p.inputs.stage(num_reqs=v)),
@@ -78,7 +78,10 @@ REFUSED = {
     "record warmup": (NOT_COUNTS, lambda p, v: record(nothing, device="cpu", warmup=v)),
     "record name": ((None, 3, b"x"), lambda p, v: record(nothing, device="cpu", name=v)),
     "record check": ((0, 1, "yes"), lambda p, v: record(nothing, device="cpu", check=v)),
-    "record tensors": ((3, [torch.zeros(1)], "x"), lambda p, v: record(nothing, device="cpu", tensors=v)),
+    "record tensors": ((3, [torch.zeros(1)], "x", {"x": 3}, {"x": None}, {"x": torch.eye(2).to_sparse()}), lambda p, v:
+        record(nothing, device="cpu", tensors=v)),
+    "function for record tensors": ((3, None, {"x": 3}, {"x": [torch.zeros(1)]}), lambda p, v: record(
+        nothing, device="cpu", check=True, tensors=lambda: v)),
     "record pool": ((3, True, "pool", (1,)), lambda p, v: record(nothing, device="cpu", pool=v)),
     "dump path": ((None, 3, b"x.json", "x.txt"), lambda p, v: p.recording.dump(v)),
     "diff a": ((None, "x", 3), lambda p, v: diff(v, p.recording)),

@@ -155,7 +155,7 @@ MUTANTS = (
     ),
     Mutant(
         "a step object flushes twice",
-        "graphrt/context.py",
+        "graphrt/deferred.py",
         "        self.flushed = True\n",
         "",
         ("tests/test_flush_drain.py", "tests/test_traces.py"),
@@ -190,8 +190,8 @@ MUTANTS = (
     ),
     Mutant(
         "checked mode forgets open steps",
-        "graphrt/checked.py",
-        "    layer.rows.update(live)\n",
+        "graphrt/order.py",
+        "    layer.open.update(live)\n",
         "",
         ("tests/test_checked.py",),
     ),

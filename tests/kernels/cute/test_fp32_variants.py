@@ -69,7 +69,6 @@ def test_create_makes_every_variant_that_can_be_launched(monkeypatch, cute, capl
     monkeypatch.setattr(build.Kernels, "load", lambda self, facts, device: made.add((id(self), facts)))
     monkeypatch.setattr(build.Kernels, "launch", lambda self, facts, *rest: launched.add((id(self), facts)))
     monkeypatch.setattr(build.Kernels, "count", lambda self: len(made))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for module in cute:
         monkeypatch.setattr(module, "sm_count", lambda device: 8)
     layer = make_layer("cpu")
@@ -83,6 +82,25 @@ def test_create_makes_every_variant_that_can_be_launched(monkeypatch, cute, capl
     assert not caplog.text, "there is nothing to say where nothing was compiled"
 
 
+@pytest.mark.parametrize("chosen", [True, False])
+def test_a_fold_without_record_rows_is_whose_it_is_chosen_to_be(monkeypatch, cute, chosen):
+    """`use_commit_f32` is asked there, with heads, rows and layers, and nowhere else."""
+    from graphrt.kernels.cute import build
+
+    commit, ran, asked = cute[0], [], []
+    monkeypatch.setattr(build.Kernels, "launch", lambda self, *rest: ran.append("cute"))
+    monkeypatch.setattr(commit, "triton_fold", lambda *arguments: ran.append("triton"))
+    monkeypatch.setattr(commit, "use_commit_f32", lambda *sizes: asked.append(sizes) or chosen)
+    monkeypatch.setattr(commit, "sm_count", lambda device: 8)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    stack = LayerStack.build([make_layer("cpu")], spec_query_len=Q, max_num_reqs=200)
+    plan, slots = Plan.allocate(200, torch.device("cpu")), torch.zeros(5, dtype=torch.int32)
+    commit.fold(stack, plan, slots, slots, False)
+    assert (ran, asked) == (["cute"], [])
+    commit.fold(stack, plan, slots, None, True)
+    assert (ran[1:], asked) == (["cute" if chosen else "triton"], [(HEADS, 5, 1)])
+
+
 @pytest.mark.gpu
 @pytest.mark.sm90
 def test_nothing_compiles_after_create(cute, caplog):
@@ -90,7 +108,7 @@ def test_nothing_compiles_after_create(cute, caplog):
     layer = make_layer("cuda", torch.float16)
     context = KDADeferredCommitContext.create([layer], spec_query_len=Q, max_num_reqs=200)
     assert context.backend == "fp32_deferred"
-    times = [record.args[1] for record in caplog.records if "compiled in" in record.message]
+    times = [record.args[1] for record in caplog.records if "CuTe DSL kernels compiled in" in record.message]
     assert len(times) <= 1 and all(seconds < 60 for seconds in times)
     before = [module.KERNELS.count() for module in cute]
     every_launch(layer, context.stack, context.plan, cute)
