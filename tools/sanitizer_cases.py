@@ -24,12 +24,14 @@ SLOTS, WINDOW = 7, 4
 
 
 def make_pool(
-    device: torch.device, *, shifted: bool = False, wide: bool = False, padded: bool = False, **changes: Any
-) -> Any:
+    device: torch.device, *, shifted: bool = False, transposed: bool = False, wide: bool = False, padded: bool = False,
+    **changes: Any,
+) -> Any:  # fmt: skip
     """A pool of 7 slots and 4 record rows, slots 1 to 4 and the null slot filled, everything initialised.
 
     Args:
-        shifted: the convolution states have one column less, that of an engine. wide: A_log and dt_bias in FP64.
+        shifted: the convolution states have one column less, that of an engine. transposed: their channels innermost.
+        wide: A_log and dt_bias in FP64.
         padded: four elements lie between one checkpoint and the next, so that slots are not on 16 elements.
     """
     from graphrt.testing import poisoned_pool
@@ -40,6 +42,8 @@ def make_pool(
         conv_state, checkpoint = layer.kv_cache
         if shifted:
             conv_state = conv_state[:, :, 1:].contiguous()
+        if transposed:
+            conv_state = conv_state.transpose(1, 2).contiguous().transpose(1, 2)
         if padded:
             size = checkpoint[0].numel()
             checkpoint = checkpoint.new_zeros(SLOTS, size + 4)[:, :size].unflatten(1, checkpoint.shape[1:])
@@ -137,15 +141,13 @@ def cute_verify(
     deferred_verify_f32(*inputs, *constants, *step, record_rows=rows.record_rows, pending=rows.pending, **launch)
 
 
-def conv(device: torch.device, transposed: bool, **sizes: Any) -> None:
+def conv(device: torch.device, **sizes: Any) -> None:
     """Convolution verify, with and without a bias."""
     from graphrt import backends
 
     pool = make_pool(device, **sizes)
     layer, x = pool.layers[0], make_tokens(pool).x[0]
     state, out = layer.kv_cache[0], torch.zeros_like(x)
-    if transposed:
-        state = state.transpose(1, 2).contiguous().transpose(1, 2)
     keeps_history = state.shape[2] == pool.hist + WINDOW
     for deferred, bias in product((False, True), (layer.conv_bias, None)):
         step = (make_rows(pool, deferred), keeps_history, 4, out, errors_of(pool))
@@ -267,10 +269,13 @@ CASES: dict[str, Case] = {
     "triton verify wide parameters fp16": partial(verify, backend="triton", **WIDE_FP16),
     "triton verify with convolution": partial(fused, backend="triton", dtype=HALF),
     "triton verify with convolution, shifted fp16": partial(fused, backend="triton", shifted=True, dtype=FP16),
-    "triton conv": partial(conv, transposed=False),
+    "triton conv": conv,
     "triton conv shifting, transposed": partial(conv, transposed=True, shifted=True),
     "triton fold": partial(fold, backend="triton", aligns=[False]),
     "triton fold align": partial(fold, backend="triton", aligns=[True]),
+    # Slots of the convolution state on 16 bytes.
+    "triton fold packed": partial(fold, backend="triton", conv_dim=48),
+    "triton fold packed, transposed": partial(fold, backend="triton", conv_dim=48, transposed=True),
     "triton fold softplus 16-bit pool": partial(fold, backend="triton", **SOFTPLUS),
     "triton fold wide parameters fp16": partial(fold, backend="triton", **WIDE_FP16),
     "triton fold shifted, padded slots": partial(fold, backend="triton", shifted=True, padded=True),
