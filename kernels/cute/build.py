@@ -123,7 +123,7 @@ def sm_count(device: torch.device) -> int:
 
 
 # A recorded launch never runs twice at a time, so a counter of its own is nobody else's.
-_COUNTERS = 2048
+_COUNTERS = 8192
 _counters: dict[int, tuple[torch.Tensor, Iterator[int]]] = {}
 
 
@@ -137,7 +137,7 @@ def _make_counters(index: int) -> None:
 def tickets(device: torch.device) -> int:
     """Address of a counter at 0 for the launch that is about to be captured (items.py).
 
-    0, which stands for no counter, outside of a capture and when this process has captured more than 2048 of them.
+    0, which stands for no counter, outside of a capture and when this process has captured more than 8192 of them.
     """
     counters = _counters.get(device.index or 0)
     return next(counters[1], 0) if counters and is_capturing() else 0

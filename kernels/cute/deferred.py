@@ -17,7 +17,7 @@ from ...steps import Convolution
 from ..fused import composed
 from ..verify import verify as triton_verify
 from . import commit, order
-from .build import DTYPES, Kernels, sm_count
+from .build import DTYPES, Kernels, sm_count, tickets
 from .commit import compile_commit_f32
 from .verify import VerifyF32
 
@@ -32,10 +32,17 @@ def _ints(count):
     return tuple(Int32(0) for _ in range(count))
 
 
-_EXAMPLES = (*map(_longs, (6, 6, 5, 3, 5)), _ints(4), _longs(6), *map(_ints, (4, 2, 2)), Float32(0.0))
-KERNELS = Kernels(VerifyF32, _EXAMPLES, "6q6q5q3q5q4q6q4q2q2qf4x")
+_EXAMPLES = (*map(_longs, (6, 6, 5, 3, 6)), _ints(4), _longs(6), *map(_ints, (6, 3, 2)), Float32(0.0))
+KERNELS = Kernels(VerifyF32, _EXAMPLES, "6q6q5q3q6q4q6q6q3q2qf4x")
 # Items (rows times heads) per multiprocessor below which two blocks share one (tools/bench_step.py).
 SPLIT_BELOW = 0.5
+# Items a block from which on those of the second half go by ticket. µs without and with: 4231 and 4283 at 11.6 items a
+# block (128 requests), 5292 and 5232 at 14.5, 6366 and 6224 at 17.5, 8495 and 8224 at 23.3.
+TICKETS_FROM = 14
+# Items a block from which on, besides launches of one item a block, blocks help others if at most so many of the
+# multiprocessors have no item in the last round. µs without and with: 422 and 399 at one item (8 requests), 443 and 428
+# (9), 836 and 851 at 2 (20), 1157 and 1159 at 3 (32), 1428 and 1432 at 4 (42), 2146 and 2125 at 6 (64).
+HELP_FROM, HELPERS = 5, 0.3
 # Widths of a convolution that the kernel takes in: its history and weights are registers of one thread.
 MAX_WIDTH = 5
 
@@ -111,6 +118,23 @@ def compile_deferred_verify_f32(
         KERNELS.load(facts, state_ref.device)
 
 
+def share_out(items: int, blocks: int, split: int) -> tuple[int, int, int]:
+    """How a launch divides its items among at most `blocks` blocks, `split` of them on an item.
+
+    Returns:
+        groups: of `split` blocks, as many as fit. Fewer, for even rounds, would leave no multiprocessor early to the
+            next launch's first blocks (12 requests: 72 blocks take 663 µs, 132 take 542; 16: 96 take 722, 132 683).
+        helpers: groups that fetch the state of another. Where few multiprocessors are free a round before the others,
+            the next launch's first blocks start there, and find the memory idle.
+        fixed: items that are not taken by ticket, where there is a counter.
+    """
+    groups = max(1, min(blocks // split, items))
+    rounds, spare = items / groups, blocks - ((items - 1) % groups + 1)
+    helpful = rounds <= 1 or (rounds > HELP_FROM and spare <= HELPERS * blocks)
+    ticketed = split == 1 and rounds >= TICKETS_FROM
+    return groups, spare if split == 1 and helpful else 0, items // groups // 2 * groups if ticketed else items
+
+
 def deferred_verify_f32(
     q: Tensor,
     k: Tensor,
@@ -152,10 +176,9 @@ def deferred_verify_f32(
     items, blocks = batch * heads, sm_count(device)
     if split is None:
         split = 2 if items < SPLIT_BELOW * blocks else 1
-    groups = max(1, min(blocks // split, items))
-    # As many as it takes for no more rounds, if that leaves an eighth of them for the next layer to start early on.
-    even = -(-items // -(-items // groups)) if items else 1
-    groups = even if even <= groups * 7 // 8 else groups
+    groups, helpers, fixed = share_out(items, blocks, split)
+    counter = tickets(device) if fixed < items else 0
+    fixed = fixed if counter else items
     width, keeps = (0, False) if conv is None else (conv.weight.shape[1], conv.keeps_history)
     facts = verify_facts(heads, spec_query_len, k.dtype, A_log.dtype, dt_bias.dtype, width, keeps, split)
     sized = (q, k, raw_g, v, raw_beta, out)
@@ -181,14 +204,18 @@ def deferred_verify_f32(
         *(t.stride(0) * t.element_size() for t in layer),
         *(0 if t is None else t.data_ptr() for t in indices),
         errors.data_ptr(),
+        counter,
         *(0 if t is None else t.stride(0) for t in indices),
         *conv_values,
         checkpoint_state.shape[0],
         records.correction.shape[0],
         batch,
         tokens,
+        fixed,
+        items - fixed + groups - 1,
         int(programmatic and bool(early)),
         int(raw_beta.dtype == torch.float32),
+        helpers,
         split * groups,
         int(programmatic),
         lower_bound,

@@ -39,13 +39,14 @@ def _pointer(address, space, loc, ip):
     return llvm.inttoptr(llvm.PointerType.get(space), address.ir_value(loc=loc, ip=ip), loc=loc, ip=ip)
 
 
-def _load(address, space, dtype, count, loc, ip):
+def _load(address, space, dtype, count, volatile, loc, ip):
     """`count` neighbouring values in one access, naturally aligned."""
     pointer = _pointer(address, space, loc, ip)
     element = dtype.mlir_type
     if count == 1:
-        return dtype(llvm.load(element, pointer, alignment=dtype.width // 8, loc=loc, ip=ip))
-    packed = llvm.load(ir.VectorType.get([count], element), pointer, alignment=count * dtype.width // 8, loc=loc, ip=ip)
+        return dtype(llvm.load(element, pointer, alignment=dtype.width // 8, volatile_=volatile, loc=loc, ip=ip))
+    vector_type, alignment = ir.VectorType.get([count], element), count * dtype.width // 8
+    packed = llvm.load(vector_type, pointer, alignment=alignment, volatile_=volatile, loc=loc, ip=ip)
     return [dtype(vector.extract(packed, [], [i], loc=loc, ip=ip)) for i in range(count)]
 
 
@@ -63,7 +64,7 @@ def _store(address, space, values, loc, ip):
 @dsl_user_op
 def load_shared(address, dtype=Float32, count=1, *, loc=None, ip=None):
     """One value, or a list of `count` values."""
-    return _load(Int32(address), _SMEM, dtype, count, loc, ip)
+    return _load(Int32(address), _SMEM, dtype, count, False, loc, ip)
 
 
 @dsl_user_op
@@ -74,7 +75,13 @@ def store_shared(address, *values, loc=None, ip=None):
 @dsl_user_op
 def load_global(address, dtype=Float32, count=1, *, loc=None, ip=None):
     """One value, or a list of `count` values."""
-    return _load(Int64(address), _GMEM, dtype, count, loc, ip)
+    return _load(Int64(address), _GMEM, dtype, count, False, loc, ip)
+
+
+@dsl_user_op
+def load_fresh(address, dtype=Float32, count=1, *, loc=None, ip=None):
+    """As `load_global`, past L1 (`ld.volatile`, a relaxed load): nothing is seen that L1 kept from launches before."""
+    return _load(Int64(address), _GMEM, dtype, count, True, loc, ip)
 
 
 @dsl_user_op
@@ -268,6 +275,13 @@ def bulk_load(shared, source, size, barrier, *, loc=None, ip=None):
     ]
     text = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];"
     _asm(None, operands, text, "r,l,r,r,~{memory}", loc, ip)
+
+
+@dsl_user_op
+def bulk_prefetch(source, size, *, loc=None, ip=None):
+    """Start a copy of `size` bytes (a multiple of 16, on 16 bytes) into L2; nobody hears of its end."""
+    operands = [Int64(source).ir_value(loc=loc, ip=ip), Int32(size).ir_value(loc=loc, ip=ip)]
+    _asm(None, operands, "cp.async.bulk.prefetch.L2.global [$0], $1;", "l,r,~{memory}", loc, ip)
 
 
 @dsl_user_op

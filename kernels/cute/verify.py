@@ -16,20 +16,28 @@ Grid at most one block an SM, 512 threads each walking the block's items (verify
 - warps 8 to 11: replay coefficients one item ahead, couplings, solve, u and o; v's convolution. 104
 - warp 12 loads states, 13 all else, two items ahead; 14 writes the zeros, 15 stores the states.  72
 
+Who takes what: item k of the first round belongs to block k, and so on in a fixed stride. A launch with many items has
+those of the second half taken by ticket (items.py). Blocks that start early, on the multiprocessors that the launch
+before leaves first, may bring the first state of the blocks that start last into L2 (deferred.py says when).
+
 Traffic of an item: 64 KiB in, 64 KiB out if n > 0, n KiB of records in, Q KiB of records out, 1.25 Q KiB of
 activations: for n = 4, Q = 8 at 4.2 TB/s 9500 cycles an SM; the fold warps need about 7000. On an H200 with 69 layers
-of 12 heads the verifies of 64 requests take 1.11 times that floor, of 256 1.09. No unit was full (alone under ncu,
+of 12 heads the verifies of 64 requests take 1.10 times that floor, of 256 1.07. No unit was full (alone under ncu,
 before the tokens' copies, 64 requests: DRAM at 55 % of its peak, L2 at 70 %, L1 and shared memory at 46 %, issue slots
 at 28 %). The memory waits for the first window of a layer, and half the cycles between two instructions of a warp go to
-what it asked of L1 or shared memory. At one request a layer takes 3.5 µs, the latency of launch, tokens, coefficients,
-products and solve; what an early kernel does before its wait is on that path as well. To ask for the first item's
-records before its pending count is known shortens it (216 µs instead of 233 for all layers of one request, 691 instead
-of 716 at 16), but costs at 64 requests (2166 instead of 2125), and is not done.
+what it asked of L1 or shared memory. At one request a layer takes 3.2 µs, the latency of launch, tokens, coefficients,
+products and solve; what an early kernel does before its wait is on that path as well. So a block reads global memory
+past L1, not behind a fence that drops it, the loaders' first look is on its way while the barriers are set up, and the
+gate parameters of a block's first head are there before its records: 222 µs instead of 238 at one request, 319
+instead of 338 at 4.
 
 Tried for 1, 16 and 64 requests, without a gain of 1 %: a third accumulator in the products, for shorter chains;
 `evict_first` on the loads of the states (2188 µs instead of 2142 at 64 requests, though 710 instead of 721 at 16), on
 their stores (209 instead of 234 at one request, but only since the states of a bench then stay in L2 from step to
-step), on both (8930 instead of 8475 at 256). Tickets gain only with hundreds of requests (items.py).
+step), on both (8930 instead of 8475 at 256); all Q records of the first item asked for before its pending count is
+known (224 instead of 222 at one request, 717 instead of 720 at 16, 2194 instead of 2142 at 64); more than one state
+fetched for another block, or later ones for oneself (2143 and 2323 instead of 2131 at 64); one item over two blocks
+where a block would have 1 to 3 (830 instead of 684 at 16); fewer blocks than multiprocessors (deferred.py).
 
 Programmatic launch (order.py): launched `early`, state, records, history and the whole replay come before this kernel's
 wait; else every thread waits before its first access. The successor is released after the wait. Every block waits, also
@@ -39,9 +47,6 @@ shared memory of whoever reads them before the first is overwritten.
 Hostile values stay inside the buffers: slots and rows out of range count as null and -1, counts and query_start_loc
 are clamped. Not checked on the device: slots and rows unique among live rows.
 """
-
-# A test of the trace and a test of the kernel do not melt into one `if`.
-# ruff: noqa: SIM102
 
 import cutlass
 import cutlass.cute as cute
@@ -67,11 +72,11 @@ class VerifyF32(VerifyRoles, VerifyRows):
         token_strides,  # the same six, bytes from token to token
         layer,  # checkpoint, correction, key_gate, A_log, dt_bias: addresses
         layer_strides,  # checkpoint slot, correction row, key_gate row: bytes
-        indices,  # state_indices, record_rows, query_start_loc, pending, error counter: addresses, int32, or 0
+        indices,  # state_indices, record_rows, query_start_loc, pending, errors, ticket counter: addresses, int32, or 0
         index_strides,  # the first four, elements
         conv,  # state, weight, bias (or 0): addresses; slot, dim and column stride: bytes
-        limits,  # slots, record rows, batch, T
-        flags,  # early, raw_beta is FP32
+        limits,  # slots, record rows, batch, T, items that keep to the stride, number of the last ticket
+        flags,  # early, raw_beta is FP32, blocks (or pairs) that help others
         launch,  # grid, programmatic
         lower_bound: Float32,
         stream,
@@ -101,25 +106,28 @@ class VerifyF32(VerifyRoles, VerifyRows):
             for at, count in self._barriers:
                 ptx.mbar_init(shared + at, count)
             ptx.mbar_init_fence()
-        if cutlass.const_expr(self.split == 1):
-            # What L1 kept from launches before must go: an early kernel reads without a wait that would drop it. With
-            # two blocks on a head the barrier of their cluster does.
-            if thread == 32:
-                cute.arch.fence_acq_rel_gpu()
-        early, wide_beta = flags
+        early, wide_beta, helpers = flags
         if early == 0:
             # Nothing of global memory has been read so far.
             cute.arch.griddepcontrol_wait()
-        cute.arch.sync_threads()
         block, _, _ = cute.arch.block_idx()
+        blocks, _, _ = cute.arch.grid_dim()
+        step = (indices, index_strides, limits[:4])
+        groups = blocks // self.split
+        items = (block // self.split, groups, limits[4], limits[5])
+        # What the loaders look at first is on its way while the block gets ready.
+        facts = (Int32(0),) * 6
+        if ((warp & 14) == 12) & (limits[2] > 0):
+            facts = self.look(items[0] + lane * groups, limits[4], step)
         share = Int32(0)
-        if cutlass.const_expr(self.split > 1):
+        if cutlass.const_expr(self.split == 1):
+            cute.arch.sync_threads()
+        else:
             # The peer arrives at this block's barriers: not before they stand.
             share = block % self.split
-            cute.arch.cluster_arrive()
+            cute.arch.cluster_arrive_relaxed()
             cute.arch.cluster_wait()
         parameters = (layer[3], layer[4], lower_bound)
-        step = (indices, index_strides, limits)
         group = warp >> 2
         if group == 0:
             cute.arch.setmaxregister_increase(_REGISTERS[0])
@@ -130,26 +138,40 @@ class VerifyF32(VerifyRoles, VerifyRows):
         elif group == 2:
             cute.arch.setmaxregister_decrease(_REGISTERS[2])
             i = Int32(0)
-            n = self.prepare_replay(shared, i, thread - 256, warp - 8, lane, parameters)
+            gate = self.first_gate(thread - 256, parameters)
+            n, gate = self.prepare_replay(shared, i, thread - 256, warp - 8, lane, parameters, gate)
             while n >= 0:
                 taps = self.value_taps(shared, i, thread - 256, share, conv)
-                n = self.prepare_replay(shared, i + 1, thread - 256, warp - 8, lane, parameters)
+                n, gate = self.prepare_replay(shared, i + 1, thread - 256, warp - 8, lane, parameters, gate)
                 strides = token_strides[4], token_strides[5]
                 self.solve(shared, i, thread - 256, warp - 8, lane, share, *strides, wide_beta, conv, taps)
                 i += 1
         else:
             cute.arch.setmaxregister_decrease(_REGISTERS[3])
             if warp == 12:
-                self.load_states(shared, lane, share, layer, layer_strides, step)
+                self.load_states(shared, lane, share, layer, layer_strides, step, items, facts)
             elif warp == 13:
                 self.load_inputs(
-                    shared, lane, share, tokens, token_strides, layer, layer_strides, step, conv, wide_beta
+                    shared,
+                    lane,
+                    share,
+                    tokens,
+                    token_strides,
+                    layer,
+                    layer_strides,
+                    step,
+                    items,
+                    facts,
+                    conv,
+                    wide_beta,
                 )
             elif warp == 14:
                 cute.arch.griddepcontrol_wait()
                 cute.arch.griddepcontrol_launch_dependents()
                 self.write_zeros(lane, tokens[5], token_strides[5], step)
             else:
+                if (early != 0) & (items[0] < helpers):
+                    self.help(lane, share, layer, layer_strides, step, items)
                 self.write_back(shared, lane)
 
     def state_address(self, slot, h, share, layer, layer_strides):
@@ -158,15 +180,21 @@ class VerifyF32(VerifyRoles, VerifyRows):
         return layer[0] + Int64(slot) * layer_strides[0] + inner
 
     @cute.jit
-    def load_states(self, shared: Int32, lane: Int32, share: Int32, layer, layer_strides, step):
-        """Warp 12: each lane looks at one item; those that found a live one load its state in turn."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        stride = blocks // self.split
+    def load_states(self, shared: Int32, lane: Int32, share: Int32, layer, layer_strides, step, items, facts):
+        """Warp 12: each lane looks at one item; those that found a live one load its state in turn.
+
+        Behind the items of the stride it takes one at a time by ticket, and tells warp 13 of those that are alive.
+        """
+        base, groups, fixed, last_ticket = items
+        total = step[2][2] * self.heads
+        counter = step[0][5]
         i = Int32(0)
-        base = Int32(block) // self.split
-        while base < step[2][2] * self.heads:
-            alive, h, slot = self.find_state(base + lane * stride, step)
+        told = Int32(0)
+        following = Int32(0)
+        if (counter != 0) & (lane == 0):
+            following = ptx.take_ticket(counter, last_ticket)
+        while base < total:
+            alive, h, slot = self.find_state(facts, step)
             found = cute.arch.vote_ballot_sync(alive)
             while found != 0:
                 if lane == cute.arch.popc((found & (0 - found)) - 1):
@@ -174,15 +202,53 @@ class VerifyF32(VerifyRoles, VerifyRows):
                     spot = i - turns * self.depth
                     if i >= self.depth:
                         ptx.mbar_wait(shared + self.tile_empty + 8 * spot, (turns & 1) ^ 1)
+                    if base >= fixed:
+                        self.tell(shared, told, base)
                     self.tile.start_load(
                         shared + self.tiles + self.tile.bytes * spot,
                         self.state_address(slot, h, share, layer, layer_strides),
                         shared + self.tile_full + 8 * spot,
                     )
                 cute.arch.sync_warp()
+                told += ptx.select(base >= fixed, Int32(1), Int32(0))
                 found = found & (found - 1)
                 i += 1
-            base += 32 * stride
+            base += 32 * groups
+            limit = fixed
+            if base >= fixed:
+                base = total
+                if counter != 0:
+                    base = fixed + cute.arch.shuffle_sync(following, 0)
+                    if (base < total) & (lane == 0):
+                        following = ptx.take_ticket(counter, last_ticket)
+                limit = cutlass.min(base + 1, total)
+            facts = self.look(base + lane * groups, limit, step)
+        if (counter != 0) & (lane == 0):
+            self.tell(shared, told, Int32(rings.END))
+
+    def tell(self, shared, k, item):
+        """The block's k-th item by ticket. One lane calls this.
+
+        No place is taken that has not been read: the item two before has left its tile, so warp 13 knew of it.
+        """
+        place = k & (rings.ITEMS - 1)
+        ptx.store_shared(shared + self.told + 4 * place, item)
+        ptx.mbar_arrive(shared + self.item_full + 8 * place)
+
+    def hear(self, shared, k):
+        """What warp 12 told."""
+        place = k & (rings.ITEMS - 1)
+        ptx.mbar_wait(shared + self.item_full + 8 * place, (k // rings.ITEMS) & 1)
+        return ptx.load_shared(shared + self.told + 4 * place, Int32)
+
+    @cute.jit
+    def help(self, lane: Int32, share: Int32, layer, layer_strides, step, items):
+        """Bring the first state of a block that starts late, the last for the first, into L2."""
+        first, groups, _, _ = items
+        alive, h, slot = self.find_state(self.look(groups - 1 - first, step[2][2] * self.heads, step), step)
+        if alive & (lane == 0):
+            address = self.state_address(slot, h, share, layer, layer_strides)
+            ptx.bulk_prefetch(address, Int32(self.tile.state_bytes))
 
     @cute.jit
     def load_inputs(
@@ -195,17 +261,18 @@ class VerifyF32(VerifyRoles, VerifyRows):
         layer,
         layer_strides,
         step,
+        items,
+        facts,
         conv,
         wide_beta: Int32,
     ):
         """Warp 13: notices, records, and after the wait the tokens of each item."""
-        block, _, _ = cute.arch.block_idx()
-        blocks, _, _ = cute.arch.grid_dim()
-        stride = blocks // self.split
+        base, groups, fixed, _ = items
+        total = step[2][2] * self.heads
         i = Int32(0)
-        base = Int32(block) // self.split
-        while base < step[2][2] * self.heads:
-            alive, h, slot, row, n, first, length = self.find_item(base + lane * stride, step)
+        heard = Int32(0)
+        while base < total:
+            alive, h, slot, row, n, first, length = self.find_item(facts, step)
             found = cute.arch.vote_ballot_sync(alive)
             while found != 0:
                 turn = cute.arch.popc((found & (0 - found)) - 1)
@@ -252,7 +319,16 @@ class VerifyF32(VerifyRoles, VerifyRows):
                 self.load_tokens(shared, lane, i, tokens, token_strides)
                 found = found & (found - 1)
                 i += 1
-            base += 32 * stride
+            base += 32 * groups
+            limit = fixed
+            if base >= fixed:
+                base = total
+                if step[0][5] != 0:
+                    base = self.hear(shared, heard)
+                    base = ptx.select(base >= 0, base, total)
+                    heard += 1
+                limit = cutlass.min(base + 1, total)
+            facts = self.look(base + lane * groups, limit, step)
         self.wait_free(shared, i)
         if lane == 0:
             place = i - i // rings.VALUES * rings.VALUES

@@ -33,15 +33,15 @@ class VerifyConv(VerifyLayout):
         _, weights, biases, _, dim_stride, column_stride = conv
         start = n if self.keeps else cutlass.max(n - 1, 0)
         at = state + Int64(channel) * dim_stride + Int64(start) * column_stride
-        history = [ptx.load_global(at + w * column_stride, self.dtype) for w in range(self.width - 1)]
+        history = [ptx.load_fresh(at + w * column_stride, self.dtype) for w in range(self.width - 1)]
         at = weights + Int64(channel) * (self.width * self.size)
-        taps = ptx.load_global(at, self.dtype, 4) if self.width == 4 else self.load_row(at)
+        taps = ptx.load_fresh(at, self.dtype, 4) if self.width == 4 else self.load_row(at)
         # Without a bias the first weight stands in for its address, and zero for its value.
         at = ptx.select(biases != 0, biases + Int64(channel) * self.size, at)
-        return (*history, *taps, ptx.load_global(at, self.dtype))
+        return (*history, *taps, ptx.load_fresh(at, self.dtype))
 
     def load_row(self, at):
-        return [ptx.load_global(at + w * self.size, self.dtype) for w in range(self.width)]
+        return [ptx.load_fresh(at + w * self.size, self.dtype) for w in range(self.width)]
 
     def convolve(self, conv, taps, inputs):
         """The window's outputs in the activations' dtype."""

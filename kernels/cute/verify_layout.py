@@ -14,6 +14,7 @@ INPUTS, VALUES, STAGES = 2, 3, 2  # depth of the rings: raw inputs; u and v; coe
 PROJECTION_BYTES = 17 * 4  # a row of projections, one float of padding against bank conflicts
 PARTIAL = 9  # floats in a padded row of partial couplings
 NOTICE_BYTES = 64
+ITEMS = 4  # places for what warp 12 tells warp 13; never more than three are taken
 # Byte offsets in the notice of the raw inputs ...
 N, LENGTH, HEAD, FIRST, KEY_GATE = 0, 4, 8, 12, 16
 # ... in the notice of u and v ...
@@ -61,6 +62,7 @@ class VerifyLayout:
         self.replay_norms = take(STAGES * tile.MAX_Q * 16)
         self.input_notices = take(INPUTS * NOTICE_BYTES)
         self.value_notices = take(VALUES * NOTICE_BYTES)
+        self.told = take(4 * ITEMS)
         self._barriers = []
         bar, warps = self._barrier, tile.ARRIVING_LANES  # arrivals of one lane, or so many of each warp
         self.tile_full, self.tile_empty = bar(self.depth, 1), bar(self.depth, 1)
@@ -72,6 +74,7 @@ class VerifyLayout:
         self.replay_full, self.replay_empty = bar(STAGES, 4 * warps), bar(STAGES, 4 * warps)
         self.window_full, self.window_empty = bar(STAGES, 4 * warps), bar(STAGES, 8 * warps)
         self.peer_read = bar(STAGES, 4)
+        self.item_full = bar(ITEMS, 1)
         self.projection_full, self.projection_empty = bar(1, 4 * warps), bar(1, 4 * warps)
         self.shared_bytes = self._at
 

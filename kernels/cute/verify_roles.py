@@ -145,7 +145,7 @@ class VerifyRoles(VerifyConv):
     @cute.jit
     def prepare_window(self, shared: Int32, c: Int32, warp: Int32, lane: Int32, share: Int32, parameters, conv):
         """Warpgroup 1, thread c = channel c: p, r, k̂ exp(-L) of the window, and its raw records."""
-        a_logs, dt_biases, lower_bound = parameters
+        known, scale, bias = self.first_gate(c, parameters)
         i = Int32(0)
         ptx.mbar_wait(shared + self.record_full, 0)
         n = ptx.load_shared(shared + self.input_notices + N, Int32)
@@ -165,8 +165,8 @@ class VerifyRoles(VerifyConv):
                 if lane == 0:
                     ptx.mbar_arrive_peer(shared + self.peer_read + 8 * stage, share ^ 1)
             record = ptx.load_shared(at + KEY_GATE, Int64)
-            scale = ptx.exp(self.load_parameter(a_logs, h, self.a_log_dtype))
-            bias = self.load_parameter(dt_biases, h * K + c, self.dt_bias_dtype)
+            if h != known:
+                known, scale, bias = self.gate_of(h, c, parameters)
             # From here on the predecessor's outputs are there: the loader waited before it asked for tokens.
             ptx.mbar_wait(shared + self.token_full + 8 * stage, phase)
             inputs = shared + self.window_bytes * stage
@@ -184,7 +184,7 @@ class VerifyRoles(VerifyConv):
             norms = shared + self.window_norms + PROBES * 16 * stage
             tile.store_norm_partials(keys, norms, warp, lane)
             tile.store_norm_partials(queries, norms + 128, warp, lane)
-            forward, backward = self.running_products([tile.log_decay(g, scale, bias, lower_bound) for g in gates])
+            forward, backward = self.running_products([tile.log_decay(g, scale, bias, parameters[2]) for g in gates])
             if i >= STAGES:
                 ptx.mbar_wait(shared + self.window_empty + 8 * stage, phase ^ 1)
             cute.arch.barrier(barrier_id=_BAR_WINDOW, number_of_threads=128)
@@ -214,9 +214,6 @@ class VerifyRoles(VerifyConv):
             forward.append(forward[t - 1] * up if t else up)
             backward.append(backward[t - 1] * down if t else down)
         return forward, backward
-
-    def load_parameter(self, base, index, dtype):
-        return ptx.load_global(base + Int64(index) * (dtype.width // 8), dtype).to(Float32)
 
     @cute.jit
     def copy_record(self, inputs: Int32, record: Int64, c: Int32, length: Int32, share: Int32):
@@ -256,9 +253,12 @@ class VerifyRoles(VerifyConv):
                 ptx.store_shared(low + at + row * K * 4, parts[1])
 
     @cute.jit
-    def prepare_replay(self, shared: Int32, i: Int32, c: Int32, warp: Int32, lane: Int32, parameters):
-        """Warpgroup 2, thread c = channel c: the replay's coefficients of item i; returns its n (-1: no item i)."""
-        a_logs, dt_biases, lower_bound = parameters
+    def prepare_replay(self, shared: Int32, i: Int32, c: Int32, warp: Int32, lane: Int32, parameters, gate):
+        """Warpgroup 2, thread c = channel c: the replay's coefficients of item i.
+
+        Returns its n (-1: no item i), and its gate, which is `gate` if that is of the same head.
+        """
+        known, scale, bias = gate
         stage = i & 1
         phase = (i >> 1) & 1
         at = shared + self.input_notices + NOTICE_BYTES * stage
@@ -271,15 +271,15 @@ class VerifyRoles(VerifyConv):
                 ptx.mbar_wait(shared + self.replay_empty + 8 * stage, phase ^ 1)
             if n > 0:
                 h = ptx.load_shared(at + HEAD, Int32)
-                scale = ptx.exp(self.load_parameter(a_logs, h, self.a_log_dtype))
-                bias = self.load_parameter(dt_biases, h * K + c, self.dt_bias_dtype)
+                if h != known:
+                    known, scale, bias = self.gate_of(h, c, parameters)
                 record = shared + self.records + self.q * self.key_gate_bytes * stage
-                keys, decays = tile.load_replay(record, c, self.q, self.dtype, n, scale, bias, lower_bound)
+                keys, decays = tile.load_replay(record, c, self.q, self.dtype, n, scale, bias, parameters[2])
                 tile.store_norm_partials(keys, norms, warp, lane)
                 cute.arch.barrier(barrier_id=_BAR_SOLVE, number_of_threads=128)
                 tile.store_replay(keys, decays, norms, out, out + self.q * K * 4, c, lane)
             tile.warp_arrive(lane, shared + self.input_empty + 8 * stage, shared + self.replay_full + 8 * stage)
-        return n
+        return n, (known, scale, bias)
 
     def couple(self, shared, stage, warp, gq, tq):
         """A warp's share, 32 channels, of c_ti = <p_t, k̂_i exp(-L_i)> and d_ti with r_t: an m16n8 fragment."""
@@ -340,9 +340,9 @@ class VerifyRoles(VerifyConv):
         if lane < tokens:
             at_beta = ptx.load_shared(at + BETA, Int64) + Int64(lane) * beta_stride
             if wide_beta != 0:
-                beta = ptx.load_global(at_beta, Float32)
+                beta = ptx.load_fresh(at_beta, Float32)
             else:
-                beta = ptx.load_global(at_beta, self.dtype).to(Float32)
+                beta = ptx.load_fresh(at_beta, self.dtype).to(Float32)
         ptx.mbar_wait(shared + self.window_full + 8 * stage, phase)
         gq, tq = lane >> 2, lane & 3
         parts = self.couple(shared, stage, warp, gq, tq)

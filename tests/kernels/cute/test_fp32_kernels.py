@@ -274,7 +274,7 @@ def test_hostile_indices_stay_inside_and_are_counted(kernels):
     assert torch.isfinite(tokens.out.float()).all()
 
 
-@pytest.mark.parametrize("batch", [1, 3, 40])
+@pytest.mark.parametrize("batch", [1, 3, 8, 40])
 @pytest.mark.parametrize("split", [1, 2])
 def test_programmatic_chain_in_a_graph_has_the_same_bits(kernels, split, batch):
     """Layer after layer, each reading the one before, 20 replays: as launched one by one without the attribute."""
