@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from graphrt import checked, profiling
+from graphrt import checked, order, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.neutral import state_neutral
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
@@ -173,7 +174,8 @@ class CommitRunner(Fixed):
         if not listed or not all(mode in MODES for mode in modes):
             fail("modes", f"some of {', '.join(MODES)}", repr(modes))
         wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs)
-        with self.inputs.kept(), proof(self.context, self.pending, prove_neutral):
+        proven, ours = proof(self.context, self.pending, prove_neutral), self.context.stack.corrections
+        with self.inputs.kept(), proven, order.followed(ours):
             self._recordings.capture(modes, wanted, lambda n: dummy_inputs(self.inputs, n, dcp=dcp), progress)
         self.capture_sizes = sorted({*self.capture_sizes, *wanted})
 
@@ -210,14 +212,17 @@ class CommitRunner(Fixed):
         self._recordings.close()
 
     def _run(self, mode: str, num_reqs: int) -> None:
-        commit = self._check_values(mode, num_reqs) if checked.enabled(self.context.check) else None
+        checks = checked.enabled(self.context.check)
+        note = self._check_values(mode, num_reqs) if checks else None
         if profiling.ranges is None:
             self._replay(mode, num_reqs)
         else:
             with profiling.annotated(*_RANGES[mode], self._work(mode, num_reqs)):
                 self._replay(mode, num_reqs)
-        if commit is not None:
-            checked.close_step(self.context.stack.corrections, commit)
+        if note is not None:
+            note()
+        elif mode != "drain" and not checks:
+            order.lose_track(mode, self.context.stack.corrections)
 
     def _replay(self, mode: str, num_reqs: int) -> None:
         if self._recordings.replay(mode, num_reqs) is None and num_reqs > 0:
@@ -232,11 +237,11 @@ class CommitRunner(Fixed):
             return profiling.Work(num_reqs, 0, num_reqs)
         return profiling.commit_work(num_reqs, True, self.eager or self.mamba_block_size is not None)
 
-    def _check_values(self, mode: str, num_reqs: int) -> Commit | None:
+    def _check_values(self, mode: str, num_reqs: int) -> Callable[[], None] | None:
         """Checked mode: what the context's own methods do before a launch, for a replay does not pass through them.
 
         Returns:
-            The commit that closes the step once it has run.
+            What notes the call once it has run.
         """
         self.inputs.check_num_reqs(num_reqs, 0)
         if num_reqs == 0:
@@ -245,14 +250,13 @@ class CommitRunner(Fixed):
         checked.whole_step(self.inputs.rows(self.inputs.max_num_reqs), num_reqs)
         if mode != "commit":
             owners = self.inputs.owners(num_reqs)
-            zero = mode == "drain"
-            checked.flush_values(rows.state_indices, rows.record_rows, self.pending, owners, stack, zero)
-            return None
+            live = checked.flush_values(rows.state_indices, rows.record_rows, self.pending, owners, stack)
+            return partial(order.note_fold, live, stack.corrections, mode == "drain")
         size = self._recordings.size_of(mode, num_reqs) or num_reqs
         commit = Commit(request_indices=None, **self._commit_arguments(rows, self.choice.eager(size)))
         checked.commit_values(commit, stack.geometry)
-        checked.check_verified(stack.corrections, commit)
-        return commit
+        order.check_verified(stack.corrections, commit)
+        return partial(order.close_step, stack.corrections, commit)
 
     def _commit_arguments(self, rows: Staged, all_eager: bool) -> dict[str, Any]:
         align = self.mamba_block_size is not None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphrt import backends, checked, profiling
+from graphrt import backends, checked, order, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.recording import Recording
 from graphrt.capture.runner import check_parts, proof, settle, static_tensors
@@ -143,7 +143,7 @@ class DecodeStep(Fixed):
             nothing = self._staged.num_accepted_tokens
             self._advance(self._staged, self._staged, Sampled(nothing, nothing))
         # The verifies of a step are given `replayed`; the rows are those of `pending` all the same.
-        checked.keep_together(context.stack.corrections, pending)
+        order.keep_together(context.stack.corrections, pending)
         self._recordings = SizedRecordings({"step": self._run}, most, device, context.check, self._static_tensors)
         self.outputs: tuple[Any, Sampled] | None = None
         """What `verify` and `sample` returned in the step that ran last: static tensors of its recording."""
@@ -173,7 +173,8 @@ class DecodeStep(Fixed):
         check_flag("dcp", dcp)
         wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs)
         proven = proof(self.context, self.pending, prove_neutral)
-        with proven, self.inputs.kept(), _random_state_kept(self.inputs.device):
+        ours = order.followed(self.context.stack.corrections)
+        with proven, ours, self.inputs.kept(), _random_state_kept(self.inputs.device):
             self._recordings.capture(["step"], wanted, lambda n: dummy_inputs(self.inputs, n, dcp=dcp), progress)
         self.capture_sizes = sorted({*self.capture_sizes, *wanted})
 
@@ -195,21 +196,30 @@ class DecodeStep(Fixed):
                 self._replay(num_reqs)
 
     def _replay(self, num_reqs: int) -> None:
-        if checked.enabled(self.context.check):
-            self._check_values(num_reqs)
+        checks, corrections = checked.enabled(self.context.check), self.context.stack.corrections
+        live = self._check_values(num_reqs) if checks else []
         recording = self._recordings.replay("step", num_reqs)
         if recording is not None:
             self.outputs = recording.outputs
+            if checks:
+                order.note_step(corrections, live)
+            else:
+                order.lose_track("commit", corrections)
         elif num_reqs > 0:
             self.run(num_reqs)
 
-    def _check_values(self, num_reqs: int) -> None:
-        """Checked mode: the step's own launches read no values in a replay, so the rows are read before it."""
+    def _check_values(self, num_reqs: int) -> list[int]:
+        """Checked mode: the step's own launches read no values in a replay, so the rows are read before it.
+
+        Returns:
+            The record rows of the step.
+        """
         self.inputs.check_num_reqs(num_reqs, 0)
         if num_reqs > 0:
             rows, owners = self.inputs.rows(num_reqs), self.inputs.owners(num_reqs)
             checked.whole_step(self.inputs.rows(self.inputs.max_num_reqs), num_reqs)
-            checked.step_values(rows, self.pending, owners, self.context.stack.geometry)
+            return checked.step_values(rows, self.pending, owners, self.context.stack)
+        return []
 
     def replay_dummy(self, num_reqs: int, *, dcp: bool = False) -> None:
         """Run one step on dummy rows, as an idle rank must; the staged step is put back and nothing else changes."""
@@ -254,7 +264,7 @@ class DecodeStep(Fixed):
             flushed, nobody, drained = (t[:num_reqs] for t in (self.flush_rows, self._nobody, self._drained))
             torch.where(flushed, rows.record_rows, nobody, out=drained)
             self.context.drain(rows.state_indices, drained, self.replayed)
-        with checked.taken_over(self.pending):
+        with order.taken_over(self.pending):
             outputs = self.verify(rows)
             sampled = self.sample(rows, outputs)
         self._check_sampled(sampled, num_reqs)

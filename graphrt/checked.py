@@ -4,42 +4,21 @@ On with `GRAPHRT_CHECK=1` or `check=True`. It synchronises, so it steps aside wh
 """
 
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from . import order
 from .checks import check_flag, fail
 from .environment import CHECK
 from .launch import runs_at_once
 from .layers import LayerStack
+from .order import read
 from .steps import Commit, Geometry, Owners, Rows, Staged, StageSources
 
-
-@dataclass(slots=True)
-class _OpenRows:
-    """Of the records of one layer: where its rows stand between verify and commit, and whose rows they are."""
-
-    rows: set[int] = field(default_factory=set)
-    """Those whose last verify was not committed."""
-    committed: dict[int, bool] = field(default_factory=dict)
-    """Those whose last verify was, and whether they have been flushed since. What nobody saw verified is in neither."""
-    recorded: set[str] = field(default_factory=set)
-    """What of "verify" and "flush" is in some recording, whose replays nobody sees."""
-    pending: int | None = None
-    """Address of the pending counts that go with these records; None as long as no call has named both."""
-
-
-# By the corrections tensor of each layer.
-_open_rows: Any = WeakIdKeyDictionary()
 # Addresses of the checkpoints that go with a convolution state.
 _checkpoints: Any = WeakIdKeyDictionary()
-# Address of the pending counts of the step whose callables run; 0 for none.
-_taken: ContextVar[int] = ContextVar("graphrt_pending_taken", default=0)
 
 
 def enabled(check: bool | None) -> bool:
@@ -52,51 +31,39 @@ def enabled(check: bool | None) -> bool:
 
 def row_values(rows: Rows, num_tokens: int, num_slots: int, num_rows: int) -> None:
     """Raise ValueError for the first bad value of a verify's rows."""
-    record_rows = None if rows.record_rows is None else _read(rows.record_rows, rows.batch)
-    _slots_and_rows(_read(rows.state_indices), record_rows, num_slots, num_rows)
-    _query_offsets(_read(rows.query_start_loc), num_tokens, rows.spec_query_len)
+    record_rows = None if rows.record_rows is None else read(rows.record_rows, rows.batch)
+    _slots_and_rows(read(rows.state_indices), record_rows, num_slots, num_rows)
+    _query_offsets(read(rows.query_start_loc), num_tokens, rows.spec_query_len)
     if rows.pending is not None:
-        _pending_counts(_read(rows.pending), record_rows or [], rows.spec_query_len)
+        _pending_counts(read(rows.pending), record_rows or [], rows.spec_query_len)
 
 
 def written_states(rows: Rows, checkpoint: Tensor) -> None:
     """Raise ValueError for a live row whose state is not finite: nobody wrote its slot, or NaN was accepted."""
-    record_rows = range(rows.batch) if rows.record_rows is None else _read(rows.record_rows, rows.batch)
-    for b, (slot, row) in enumerate(zip(_read(rows.state_indices), record_rows, strict=True)):
+    record_rows = range(rows.batch) if rows.record_rows is None else read(rows.record_rows, rows.batch)
+    for b, (slot, row) in enumerate(zip(read(rows.state_indices), record_rows, strict=True)):
         if slot > 0 and row >= 0 and not bool(checkpoint[slot].isfinite().all()):
             hint = "a prefill, write_state or zero_state comes before the first verify"
             _fail("checkpoint_state", b, f"a finite state in slot {slot}", f"NaN or infinity ({hint})")
 
 
 def flush_values(
-    state_indices: Tensor, record_rows: Tensor, pending: Tensor, owners: Owners | None, stack: LayerStack, zero: bool
-) -> None:
-    """Raise for the first bad value of a flush or drain: ValueError, RuntimeError for a row without its commit.
+    state_indices: Tensor, record_rows: Tensor, pending: Tensor, owners: Owners | None, stack: LayerStack
+) -> list[int]:
+    """Raise for the first bad value of a flush or drain, else list the record rows that it folds.
 
-    Args:
-        zero: it is a drain. A flush is noted: the commit of the same step may come without a verify.
+    ValueError; RuntimeError for a row whose verify or flush has no commit yet.
     """
     geometry, batch = stack.geometry, state_indices.shape[0]
-    rows, slots = _read(record_rows, batch), _read(state_indices)
+    rows, slots = read(record_rows, batch), read(state_indices)
     _slots_and_rows(slots, rows, geometry.num_slots, geometry.num_rows)
     _generations(owners, slots, rows)
-    _pending_counts(_read(pending), rows, geometry.spec_query_len)
+    counts = read(pending)
+    _pending_counts(counts, rows, geometry.spec_query_len)
     live = [row for row, slot in zip(rows, slots, strict=True) if slot > 0 and row >= 0]
-    check_committed(live, stack.corrections)
-    if not zero:
-        for layer in _layers(stack.corrections):
-            layer.committed.update((row, True) for row in live if row in layer.committed)
-
-
-def check_committed(rows: list[int], corrections: list[Tensor]) -> None:
-    """What a row has pending belongs to records that its last verify overwrote, until the commit of that step."""
-    for layer in _layers(corrections):
-        for row in rows:
-            if row in layer.rows:
-                raise RuntimeError(
-                    f"record row {row} was verified and not committed: its state is between two steps; commit the step "
-                    "first (accepted 0 abandons it)"
-                )
+    order.check_committed(live, stack.corrections)
+    order.check_unflushed(live, counts, stack.corrections)
+    return live
 
 
 def bound(stack: LayerStack) -> None:
@@ -111,7 +78,7 @@ def bound(stack: LayerStack) -> None:
     }
     now = stack.tensors_now()
     for field_name, table in addresses.items():
-        for i, address in enumerate(_read(table)):
+        for i, address in enumerate(read(table)):
             name = f"layers[{i}].{field_name}"
             if now[name].data_ptr() != address:
                 hint = "write into it (copy_), or create the context again"
@@ -132,7 +99,7 @@ def same_layer(conv_state: Tensor, checkpoint: Tensor) -> None:
 def _generations(owners: Owners | None, slots: list[int], rows: list[int] | None) -> None:
     if owners is None or rows is None:
         return
-    staged, current = _read(owners.staged, len(rows)), _read(owners.current)
+    staged, current = read(owners.staged, len(rows)), read(owners.current)
     for b, row in enumerate(rows):
         if slots[b] > 0 and row >= 0 and staged[b] not in (0, current[row]):
             _fail("owners.staged", b, f"generation {current[row]}, the present owner's of record row {row}", staged[b])
@@ -141,7 +108,7 @@ def _generations(owners: Owners | None, slots: list[int], rows: list[int] | None
 def staged_values(s: StageSources, current: Tensor | None) -> None:
     """Raise ValueError for the first row that a staging would take as late, or stage without its request."""
     slots, rows, staged, requests = (
-        default if t is None else _read(t, s.num_reqs)
+        default if t is None else read(t, s.num_reqs)
         for t, default in (
             (s.state_indices, [0] * s.num_reqs),
             (s.record_rows, [-1] * s.num_reqs),
@@ -149,7 +116,7 @@ def staged_values(s: StageSources, current: Tensor | None) -> None:
             (s.request_indices, list(range(s.num_reqs))),
         )
     )
-    now = [] if current is None else _read(current)
+    now = [] if current is None else read(current)
     for b, (slot, row) in enumerate(zip(slots, rows, strict=True)):
         if 0 <= row < len(now) and staged[b] not in (0, now[row]):
             _fail("generation", b, f"{now[row]}, the present owner's of record row {row}", staged[b])
@@ -159,31 +126,39 @@ def staged_values(s: StageSources, current: Tensor | None) -> None:
 
 def whole_step(rows: Staged, num_reqs: int) -> None:
     """Raise ValueError if a row behind the first `num_reqs` is live: a replay of a larger size would take it along."""
-    slots, record_rows = _read(rows.state_indices), _read(rows.record_rows)
+    slots, record_rows = read(rows.state_indices), read(rows.record_rows)
     last = max((b for b, slot in enumerate(slots) if slot > 0 and record_rows[b] >= 0), default=-1)
     if last >= num_reqs:
         fail("num_reqs", f"{last + 1}, for row {last} is live as well", num_reqs)
 
 
-def step_values(rows: Staged, pending: Tensor, owners: Owners | None, geometry: Geometry) -> None:
-    """Raise ValueError for the first bad value of staged rows that a recorded step is to run on."""
-    slots, record_rows = _read(rows.state_indices), _read(rows.record_rows)
+def step_values(rows: Staged, pending: Tensor, owners: Owners | None, stack: LayerStack) -> list[int]:
+    """Raise ValueError for the first bad value of staged rows that a recorded step is to run on, else list its rows.
+
+    RuntimeError for a row whose flush has no commit yet.
+    """
+    geometry = stack.geometry
+    slots, record_rows = read(rows.state_indices), read(rows.record_rows)
     _slots_and_rows(slots, record_rows, geometry.num_slots, geometry.num_rows)
     _generations(owners, slots, record_rows)
-    _query_offsets(_read(rows.query_start_loc), None, geometry.spec_query_len)
-    _pending_counts(_read(pending), record_rows, geometry.spec_query_len)
+    _query_offsets(read(rows.query_start_loc), None, geometry.spec_query_len)
+    counts = read(pending)
+    _pending_counts(counts, record_rows, geometry.spec_query_len)
+    live = [row for row, slot in zip(record_rows, slots, strict=True) if slot > 0 and row >= 0]
+    order.check_unflushed(live, counts, stack.corrections)
+    return live
 
 
 def commit_values(c: Commit, geometry: Geometry) -> None:
     """Raise ValueError for the first bad value of a commit."""
-    slots = _read(c.state_indices)
-    rows = None if c.record_rows is None else _read(c.record_rows, c.batch)
+    slots = read(c.state_indices)
+    rows = None if c.record_rows is None else read(c.record_rows, c.batch)
     _slots_and_rows(slots, rows, geometry.num_slots, geometry.num_rows)
     _generations(c.owners, slots, rows)
-    offsets = _read(c.query_start_loc)
+    offsets = read(c.query_start_loc)
     _query_offsets(offsets, None, geometry.spec_query_len)
-    requests = list(range(c.batch)) if c.request_indices is None else _read(c.request_indices, c.batch)
-    accepted = _read(c.num_accepted_tokens)
+    requests = list(range(c.batch)) if c.request_indices is None else read(c.request_indices, c.batch)
+    accepted = read(c.num_accepted_tokens)
     for b in range(c.batch):
         if slots[b] <= 0 or (rows is not None and rows[b] < 0):
             continue
@@ -253,133 +228,6 @@ def _pending_counts(pending: list[int], rows: list[int], window: int) -> None:
     for b, row in enumerate(rows):
         if row >= 0 and not 0 <= pending[row] <= window:
             _fail("pending", b, f"0..{window} in record row {row}", pending[row])
-
-
-def open_step(correction: Tensor, rows: Rows) -> None:
-    """Note that the rows of a verify hold uncommitted records; raise RuntimeError if one of them already did."""
-    layer = _open_rows.setdefault(correction, _OpenRows())
-    if layer.pending is None and rows.pending is not None:
-        layer.pending = rows.pending.data_ptr()
-    record_rows = list(range(rows.batch)) if rows.record_rows is None else _read(rows.record_rows, rows.batch)
-    live = [row for row, slot in zip(record_rows, _read(rows.state_indices), strict=True) if slot > 0 and row >= 0]
-    for row in live:
-        if row in layer.rows:
-            raise RuntimeError(
-                f"record row {row} was verified and not committed: commit the step first (accepted 0 abandons it)"
-            )
-    layer.rows.update(live)
-    for row in live:
-        layer.committed.pop(row, None)
-
-
-def check_verified(corrections: list[Tensor], c: Commit) -> None:
-    """RuntimeError for a row that was committed and not verified since: its old records would be folded or noted again.
-
-    By layer, where this mode saw the last verify of the row, and nothing since that may have been another one. A commit
-    that changes nothing passes: accepted 0, with nothing pending, or what is pending folded by a flush.
-    """
-    layers = [(i, _open_rows.get(correction)) for i, correction in enumerate(corrections)]
-    known = [(i, layer) for i, layer in layers if layer is not None and "verify" not in layer.recorded]
-    if not any(layer.committed for _, layer in known):
-        return
-    record_rows = range(c.batch) if c.record_rows is None else _read(c.record_rows, c.batch)
-    requests = range(c.batch) if c.request_indices is None else _read(c.request_indices, c.batch)
-    slots, accepted = _read(c.state_indices), _read(c.num_accepted_tokens)
-    pending = None if c.pending is None else _read(c.pending)
-    for row, slot, request in zip(record_rows, slots, requests, strict=True):
-        for i, layer in known if slot > 0 else []:
-            if row not in layer.committed:
-                continue
-            flushed = layer.committed[row] or "flush" in layer.recorded
-            if accepted[request] > 0 or (pending is not None and pending[row] > 0 and not flushed):
-                raise RuntimeError(
-                    f"record row {row} was committed and not verified since, in layer {i}: its records would be "
-                    "committed twice, or what it has pending lost; a step is the verify of all layers, then one commit"
-                )
-
-
-def close_step(corrections: list[Tensor], c: Commit) -> None:
-    """The rows of a commit are committed, in every layer."""
-    record_rows = range(c.batch) if c.record_rows is None else _read(c.record_rows, c.batch)
-    slots = _read(c.state_indices)
-    if c.pending is not None:
-        keep_together(corrections, c.pending)
-    for correction in corrections:
-        layer = _open_rows.setdefault(correction, _OpenRows())
-        for row, slot in zip(record_rows, slots, strict=True):
-            if slot > 0 and (row in layer.rows or row in layer.committed):
-                layer.committed[row] = False
-            layer.rows.discard(row)
-
-
-def unseen(what: str, corrections: list[Tensor]) -> None:
-    """Note a verify, flush or commit whose values this mode does not read: what it knew of the rows holds no longer."""
-    if not runs_at_once():
-        # A recorded commit runs behind recorded verifies, or `CommitRunner` says when.
-        for correction in corrections if what != "commit" else []:
-            _open_rows.setdefault(correction, _OpenRows()).recorded.add(what)
-        return
-    for layer in _layers(corrections):
-        layer.committed.clear()
-        if what == "commit":
-            layer.rows.clear()
-
-
-def forget(corrections: list[Tensor]) -> None:
-    """All records were replaced: no row is between two steps."""
-    for layer in _layers(corrections):
-        layer.rows.clear()
-        layer.committed.clear()
-
-
-@contextmanager
-def taken_over(pending: Tensor) -> Iterator[None]:
-    """Inside the block these counts belong to a step that has moved them elsewhere (`DecodeStep`)."""
-    token = _taken.set(pending.data_ptr())
-    try:
-        yield
-    finally:
-        _taken.reset(token)
-
-
-def check_not_taken(pending: Tensor | None) -> None:
-    """ValueError for counts that a step has taken over: nothing is pending there, and the step itself writes them.
-
-    In every mode: it costs nothing where no such step calls.
-    """
-    taken = _taken.get()
-    if taken and pending is not None and pending.data_ptr() == taken:
-        hint = "the step has zeroed the others, and commits by itself"
-        fail("pending", "the counts of the step, StepRows.pending", "those that the step was made with", hint)
-
-
-def keep_together(corrections: list[Tensor], pending: Tensor) -> None:
-    """Note whose records these are, where verifies are given other pending counts than commits (`DecodeStep`)."""
-    for correction in corrections:
-        _open_rows.setdefault(correction, _OpenRows()).pending = pending.data_ptr()
-
-
-def forget_row(row: int, pending: Tensor) -> None:
-    """A record row of this ledger has a new owner: what the old one left uncommitted does not matter.
-
-    Args:
-        pending: [R] int32, the ledger's. Records that no call has yet named together with any counts may be its own.
-    """
-    for layer in _open_rows.values():
-        if layer.pending in (None, pending.data_ptr()):
-            layer.rows.discard(row)
-            layer.committed.pop(row, None)
-
-
-def _layers(corrections: list[Tensor]) -> list[_OpenRows]:
-    """What is known of these layers; nothing of a layer that no call has named."""
-    found = (_open_rows.get(correction) for correction in corrections) if _open_rows else ()
-    return [layer for layer in found if layer is not None]
-
-
-def _read(t: Tensor, length: int | None = None) -> list[int]:
-    values: list[int] = t[:length].tolist()
-    return values
 
 
 def _fail(name: str, row: int, expected: object, got: object) -> None:

@@ -11,7 +11,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from . import backends, checked
+from . import backends, checked, order
 from .checks import (
     check_block_size,
     check_count,
@@ -211,10 +211,10 @@ class KDARecoverSSMCommitContext(StateAccess):
         if checked.enabled(self.check):
             checked.bound(self.stack)
             checked.commit_values(commit, self.stack.geometry)
-            checked.check_verified(self.stack.corrections, commit)
-            checked.close_step(self.stack.corrections, commit)
+            order.check_verified(self.stack.corrections, commit)
+            order.close_step(self.stack.corrections, commit)
         else:
-            checked.unseen("commit", self.stack.corrections)
+            order.unseen("commit", self.stack.corrections)
         launch("graphrt.commit", self._run_commit, commit)
 
     def flush(self, state_indices: Tensor, record_rows: Tensor, pending: Tensor, owners: Owners | None = None) -> None:
@@ -258,9 +258,10 @@ class KDARecoverSSMCommitContext(StateAccess):
         self._check_rows(state_indices, record_rows, pending, owners)
         if checked.enabled(self.check):
             checked.bound(self.stack)
-            checked.flush_values(state_indices, record_rows, pending, owners, self.stack, zero)
+            live = checked.flush_values(state_indices, record_rows, pending, owners, self.stack)
+            order.note_fold(live, self.stack.corrections, zero)
         elif not zero:
-            checked.unseen("flush", self.stack.corrections)
+            order.unseen("flush", self.stack.corrections)
         launch(name, self._run_fold_pending, state_indices, record_rows, pending, zero, owners)
 
     def _run_commit(self, commit: Commit) -> None:
@@ -291,7 +292,7 @@ class KDARecoverSSMCommitContext(StateAccess):
         if pending is not None:
             check_index("pending", pending, self.stack.geometry.num_rows, device, exactly=True)
             check_not_expanded("pending", pending)
-            checked.check_not_taken(pending)
+            order.check_not_taken(pending)
         if owners is not None:
             if not isinstance(owners, Owners):
                 fail("owners", "an Owners(staged, current)", type(owners).__name__)

@@ -24,9 +24,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .checked import check_committed, forget
 from .checks import check_kind, check_several, fail
 from .context import KDARecoverSSMCommitContext
+from .order import check_committed, check_unflushed, forget, read
 from .slots import RecordSlots
 
 FORMAT = "graphrt-state"
@@ -69,7 +69,7 @@ def save_state(
     Raises:
         ValueError: for a slot that is not there, a ledger of another size, a request id that is neither str nor int, or
             a path that leads to a folder, a pipe or a device, or is no UTF-8.
-        RuntimeError: in checked mode, if the last verify of a record row was not committed.
+        RuntimeError: in checked mode, if the last verify or flush of a record row was not committed.
         OSError: if it cannot be written; an earlier file of that name is as it was, unless only the last sync of its
             folder failed.
     """
@@ -85,7 +85,9 @@ def save_state(
     for request_id in (*contents["requests"], *contents["preempted"]):
         if type(request_id) not in (str, int):
             fail("ledger", "requests whose ids are str or int, which a file can hold", repr(request_id))
-    check_committed(list(range(stack.geometry.num_rows)), stack.corrections)
+    rows = range(stack.geometry.num_rows)
+    check_committed(rows, stack.corrections)
+    check_unflushed(rows, read(ledger.pending), stack.corrections)
 
     index = None if slots is None else torch.tensor(chosen, dtype=torch.int64, device=stack.device)
     tensors = {name: t if index is None or not by_slot else t[index] for name, t, by_slot in _tensors(context)}

@@ -28,7 +28,7 @@ from torch import Tensor
 from truth import start
 
 import graphrt
-from graphrt import capture, checked
+from graphrt import capture, order
 
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
 
@@ -199,7 +199,7 @@ class World:
 
     def intact(self) -> list[str]:
         # A verify in checked mode, and none of its commits: the next one starts from anew.
-        checked._open_rows.clear()
+        order._layers.clear()
         changed = self.before.changed(slots=[1, 2], rows=[0, 1], pending=True)
         changed += ["pending of a stranger"] * (int(self.pool.pending[2]) != self.stranger)
         if changed:
@@ -489,8 +489,8 @@ class Recorded:
         self.stage()
 
     def verify(self, rows: Any) -> None:
-        core_verify(self.world.batch, 0, deferred=True)
-        conv_verify(self.world.batch, 0, deferred=True)
+        core_verify(self.world.batch, 0, deferred=True, pending=rows.pending)
+        conv_verify(self.world.batch, 0, deferred=True, pending=rows.pending)
 
     def sample(self, rows: Any, outputs: Any) -> capture.Sampled:
         count = rows.state_indices.shape[0]

@@ -190,8 +190,8 @@ MUTANTS = (
     ),
     Mutant(
         "checked mode forgets open steps",
-        "graphrt/checked.py",
-        "    layer.rows.update(live)\n",
+        "graphrt/order.py",
+        "    layer.open.update(live)\n",
         "",
         ("tests/test_checked.py",),
     ),

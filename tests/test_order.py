@@ -1,4 +1,6 @@
-"""Checked mode: a second commit of a step, without a verify between, would fold or note the same records again."""
+"""Checked mode knows the order of a step: nothing is committed twice, folded twice, or dropped without a word."""
+
+import random
 
 import pytest
 import torch
@@ -6,8 +8,9 @@ from rig import Pool, Snapshot, Target, same_bytes
 from steps import Batch, Row, commit, core_verify
 from truth import start
 
-from graphrt import RecordSlots, load_state, save_state
-from graphrt.capture import CommitRunner, StepInputs, record
+from graphrt import RecordSlots, checked, load_state, save_state
+from graphrt.capture import CommitRunner, DecodeStep, Sampled, StepInputs, record
+from graphrt.testing import Service, poisoned_pool
 
 CPU = Target("torch", "cpu")
 ROWS = [Row(3, 0, 4), Row(4, 1, 4)]
@@ -194,3 +197,106 @@ def test_a_recorded_step_closes_what_it_opened():
         recording.replay()
     verify_all(batch)
     commit(batch, [1, 1])
+
+
+def after_flush(pool, batch, tmp_path):
+    """Every call that would fold what the flush has folded."""
+    inputs = StepInputs(6, 4, "cpu")
+    runner = CommitRunner(pool.context, pool.pending, inputs, [2])
+    step = DecodeStep(pool.context, pool.pending, inputs, lambda rows: None, lambda rows, _: None)
+    inputs.stage(num_reqs=2, state_indices=[3, 4], record_rows=[0, 1], query_start_loc=[0, 4, 8])
+    ledger = RecordSlots(pool.shape.rows, "cpu")
+    ledger.pending.copy_(pool.pending)
+    return {
+        "flush": lambda: pool.context.flush(batch.state_indices, batch.record_rows, pool.pending),
+        "drain": lambda: pool.context.drain(batch.state_indices, batch.record_rows, pool.pending),
+        "verify": lambda: verify_all(batch),
+        "read": lambda: pool.context.read_state(3, 0, pool.pending),
+        "save": lambda: save_state(tmp_path / "run", pool.context, ledger),
+        "runner.flush": lambda: runner.flush(2),
+        "runner.drain": lambda: runner.drain(2),
+        "step.replay": lambda: step.replay(2),
+    }
+
+
+def test_between_a_flush_and_its_commit_nothing_folds_again(tmp_path):
+    """Flush leaves pending as it is: a fold, a replay or a file would bring the same records into the state twice."""
+    pool, batch = committed()
+    pool.context.flush(batch.state_indices, batch.record_rows, pool.pending)
+    calls, before = after_flush(pool, batch, tmp_path), Snapshot(pool)
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match=r"^record row 0 was flushed and not committed: "):
+            call()
+        assert before.changed() == [], name
+    verify_all(batch, deferred=False)
+    commit(batch, [2, 0])
+    for _ in range(2):
+        pool.context.flush(batch.state_indices, batch.record_rows, pool.pending)
+        verify_all(batch, deferred=False)
+        commit(batch, [1, 4])
+    pool.context.drain(batch.state_indices, batch.record_rows, pool.pending)
+    verify_all(batch)
+
+
+def test_a_commit_that_is_part_of_a_recording_ends_steps_that_nobody_saw_end():
+    """Of a plain recording no replay is seen: the verify behind it follows a commit all the same."""
+    pool, batch = committed()
+    accepted = torch.tensor([1, 1], dtype=torch.int32)
+
+    def end():
+        pool.context.commit(
+            accepted, batch.state_indices, batch.query_start_loc, record_rows=batch.record_rows, pending=pool.pending
+        )
+
+    recording = record(end, device="cpu", warmup=0)
+    for _ in range(2):
+        verify_all(batch)
+        recording.replay()
+    pool.context.drain(batch.state_indices, batch.record_rows, pool.pending)
+
+
+@pytest.mark.parametrize("checks", [True, False], ids=["checked", "unchecked"])
+def test_the_replay_of_a_recorded_step_verifies_and_commits_its_rows(checks):
+    """In checked mode its owner notes it: a commit behind it is a second one. Without checks nobody knows."""
+    pool, batch = committed()
+    inputs, own = StepInputs(6, 4, "cpu"), Batch(pool, ROWS)
+
+    def verify(rows):
+        own.query_start_loc, own.state_indices, own.record_rows = (
+            rows.query_start_loc,
+            rows.state_indices,
+            rows.record_rows,
+        )
+        verify_all(own, pending=rows.pending)
+
+    def sample(rows, _):
+        return Sampled(rows.query_start_loc.diff(), rows.query_start_loc.diff())
+
+    step = DecodeStep(pool.context, pool.pending, inputs, verify, sample, capture_sizes=[2])
+    step.capture(progress=False)
+    inputs.stage(num_reqs=2, state_indices=[3, 4], record_rows=[0, 1], query_start_loc=[0, 4, 8])
+    with refused():
+        commit(batch, [1, 1])
+    object.__setattr__(pool.context, "check", checks)
+    step.replay(2)
+    assert pool.pending.tolist() == [4, 4, 0, 0, 0, 0]
+    object.__setattr__(pool.context, "check", True)
+    if checks:
+        with refused():
+            commit(batch, [1, 1])
+        verify_all(batch)
+    commit(batch, [1, 1])
+
+
+def test_a_service_that_mixes_all_calls_is_in_order(monkeypatch):
+    """Replays of whole steps, deferred, flushed and eager steps, captures, files and new owners: nothing is refused."""
+    monkeypatch.setenv("GRAPHRT_CHECK", "1")
+    # Its null rows have record rows, which checked mode refuses by value.
+    monkeypatch.setattr(checked, "_slots_and_rows", lambda *_: None)
+    pool = poisoned_pool(num_layers=1, num_heads=1, lower_bound=-5.0, conv_dim=6, seed=3)
+    service, pick = Service(pool, backend="torch"), random.Random(3).randint
+    step = service.step
+    service.step = lambda pick, **_: step(pick)
+    for _ in range(100):
+        service.act(pick)
+    assert {"replay", "commit", "flush", "now", "drain"} <= service.counts.events.keys()
