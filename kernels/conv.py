@@ -195,23 +195,26 @@ def graphrt_fold_conv_kernel(
         o_d, o_h = o // LANES, o % LANES
         if PACKED:
             dim, column = C, 1
-    offset = o_d.to(tl.int64) * dim + o_h * column
-    p_from = p_layer + source * stride + history_start(n, KEEPS_HISTORY) * column
+    start = history_start(n, KEEPS_HISTORY)
+    skip = start * column
+    o_to = o_d.to(tl.int64) * dim + o_h * column
+    o_from = o_to
     if LANES > HIST:
-        offset = o
-        p_from = p_layer + source * stride + tl.where(o_h < HIST, history_start(n, KEEPS_HISTORY), 0)
+        # Whole channels: what does not move is written as it was.
+        skip, o_to = 0, o
+        o_from = o + tl.where(o_h < HIST, start, 0)
     for part in range(tl.program_id(0), tl.cdiv(D, CHANNELS), tl.num_programs(0)):
         first = part * CHANNELS
         mask = o < CHANNELS * LANES
         mask &= o_d < D - first if DIM_LAST else o < (D - first) * LANES
-        b_final = tl.load(p_from + first * dim + offset, mask=mask)
+        b_final = tl.load(p_layer + (source * stride + skip + first * dim) + o_from, mask=mask)
         if ALIGN:
-            b_boundary = tl.load(p_layer + (source * stride + at * column + first * dim) + offset, mask=mask)
+            b_boundary = tl.load(p_layer + (source * stride + at * column + first * dim) + o_from, mask=mask)
             tl.debug_barrier()
             if boundary > 0:
-                tl.store(p_layer + (boundary * stride + first * dim) + offset, b_boundary, mask=mask)
+                tl.store(p_layer + (boundary * stride + first * dim) + o_to, b_boundary, mask=mask)
         tl.debug_barrier()
-        tl.store(p_layer + (final * stride + first * dim) + offset, b_final, mask=mask)
+        tl.store(p_layer + (final * stride + first * dim) + o_to, b_final, mask=mask)
 
 
 _UNALIGNED_VERIFY = unaligned(graphrt_verify_conv_kernel)

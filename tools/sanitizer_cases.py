@@ -24,26 +24,32 @@ SLOTS, WINDOW = 7, 4
 
 
 def make_pool(
-    device: torch.device, *, shifted: bool = False, wide: bool = False, padded: bool = False, **changes: Any
+    device: torch.device,
+    *,
+    shifted: bool = False,
+    turned: bool = False,
+    wide: bool = False,
+    padded: bool = False,
+    **changes: Any,
 ) -> Any:
     """A pool of 7 slots and 4 record rows, slots 1 to 4 and the null slot filled, everything initialised.
 
     Args:
-        shifted: the convolution states have one column less, that of an engine. wide: A_log and dt_bias in FP64.
-        padded: four elements lie between one checkpoint and the next, so that slots are not on 16 elements.
+        shifted: the convolution states have one column less, that of an engine. turned: their channels are innermost.
+        wide: A_log and dt_bias in FP64.
+        padded: a few elements lie between one slot and the next, so that slots are not on 16 elements.
     """
     from graphrt.testing import poisoned_pool
 
-    sizes = {"num_layers": 1, "num_slots": SLOTS, "max_num_reqs": 4, "spec_query_len": WINDOW, "conv_dim": 24}
+    sizes = {"num_layers": 1, "num_slots": SLOTS, "max_num_reqs": 4, "spec_query_len": WINDOW, "conv_dim": 48}
     pool = poisoned_pool(device=device, **sizes | changes)
     for layer in pool.layers:
         conv_state, checkpoint = layer.kv_cache
         if shifted:
             conv_state = conv_state[:, :, 1:].contiguous()
-        if padded:
-            size = checkpoint[0].numel()
-            checkpoint = checkpoint.new_zeros(SLOTS, size + 4)[:, :size].unflatten(1, checkpoint.shape[1:])
-        layer.kv_cache = conv_state, checkpoint
+        if turned:
+            conv_state = conv_state.transpose(1, 2).contiguous().transpose(1, 2)
+        layer.kv_cache = tuple(map(apart, (conv_state, checkpoint))) if padded else (conv_state, checkpoint)
         if wide:
             layer.A_log, layer.dt_bias = layer.A_log.double(), layer.dt_bias.double()
         for records in (layer.recoverssm_records.correction, layer.recoverssm_records.key_gate):
@@ -51,6 +57,17 @@ def make_pool(
     for slot in range(5):
         pool.fill(slot, slot)
     return pool
+
+
+def apart(state: torch.Tensor) -> torch.Tensor:
+    """Zeros like a state, four elements between its slots."""
+    size = state[0].numel()
+    return state.new_zeros(state.shape[0], size + 4)[:, :size].unflatten(1, state.shape[1:])
+
+
+def off_by_one(t: torch.Tensor) -> torch.Tensor:
+    """A copy that starts one element late."""
+    return t.new_zeros(t.numel() + 1)[1:].view(t.shape).copy_(t)
 
 
 def make_rows(pool: Any, deferred: bool) -> Any:
@@ -85,7 +102,11 @@ def errors_of(pool: Any) -> torch.Tensor:
 
 
 def verify(device: torch.device, backend: str, launches: Sequence[dict[str, Any]] = ({},), **sizes: Any) -> None:
-    """Stock and deferred verify of one layer; `launches` go to the CuTe launcher, one after the other."""
+    """Stock and deferred verify of one layer, on Triton also of tokens that do not start on 16 bytes.
+
+    Args:
+        launches: what the CuTe launcher is told, one launch after the other.
+    """
     from graphrt import backends
 
     pool = make_pool(device, **sizes)
@@ -94,7 +115,8 @@ def verify(device: torch.device, backend: str, launches: Sequence[dict[str, Any]
     for deferred, launch in product((False, True), launches):
         rows = make_rows(pool, deferred)
         if backend == "triton":
-            backends.load("triton").verify(*inputs, *constants, rows, out, errors_of(pool))
+            for q in (inputs[0], off_by_one(inputs[0])):
+                backends.load("triton").verify(q, *inputs[1:], *constants, rows, out, errors_of(pool))
         else:
             cute_verify(inputs, constants, rows, out, errors_of(pool), launch)
 
@@ -137,19 +159,44 @@ def cute_verify(
     deferred_verify_f32(*inputs, *constants, *step, record_rows=rows.record_rows, pending=rows.pending, **launch)
 
 
-def conv(device: torch.device, transposed: bool, **sizes: Any) -> None:
-    """Convolution verify, with and without a bias."""
+def conv(device: torch.device, **sizes: Any) -> None:
+    """Convolution verify, with and without a bias, and of inputs that do not start on 16 bytes."""
     from graphrt import backends
 
     pool = make_pool(device, **sizes)
     layer, x = pool.layers[0], make_tokens(pool).x[0]
     state, out = layer.kv_cache[0], torch.zeros_like(x)
-    if transposed:
-        state = state.transpose(1, 2).contiguous().transpose(1, 2)
     keeps_history = state.shape[2] == pool.hist + WINDOW
-    for deferred, bias in product((False, True), (layer.conv_bias, None)):
+    for deferred, bias, inputs in product((False, True), (layer.conv_bias, None), (x, off_by_one(x))):
         step = (make_rows(pool, deferred), keeps_history, 4, out, errors_of(pool))
-        backends.load("triton").conv_verify(x, state, layer.conv_weight, bias, *step)
+        backends.load("triton").conv_verify(inputs, state, layer.conv_weight, bias, *step)
+
+
+def by_ticket(device: torch.device) -> None:
+    """Captured deferred verifies of two layers as large batches run them: two blocks, each helping the other.
+
+    All but the first items go by ticket, which else takes hundreds of rows.
+    """
+    from graphrt.kernels.cute import deferred
+
+    pool = make_pool(device, num_layers=2, **K128)
+    (inputs, out), rows = make_inputs(pool), make_rows(pool, True)
+    share_out, deferred.share_out = deferred.share_out, lambda items, blocks, split: (2, 2, 2)
+
+    def chain() -> None:
+        for layer in pool.layers:
+            constants = (layer.A_log, layer.dt_bias, layer.gate_lower_bound, layer.kv_cache[1])
+            cute_verify(inputs, (*constants, layer.recoverssm_records), rows, out, errors_of(pool), {"split": 1})
+
+    try:
+        chain()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain()
+        for _ in range(2):
+            graph.replay()
+    finally:
+        deferred.share_out = share_out
 
 
 def fold(device: torch.device, backend: str, aligns: Sequence[bool] = (False, True), **sizes: Any) -> None:
@@ -240,10 +287,11 @@ CASES: dict[str, Case] = {
     "triton verify wide parameters fp16": partial(verify, backend="triton", **WIDE_FP16),
     "triton verify with convolution": partial(fused, backend="triton", dtype=HALF),
     "triton verify with convolution, shifted fp16": partial(fused, backend="triton", shifted=True, dtype=FP16),
-    "triton conv": partial(conv, transposed=False),
-    "triton conv shifting, transposed": partial(conv, transposed=True, shifted=True),
+    "triton conv": conv,
+    "triton conv shifting, transposed": partial(conv, turned=True, shifted=True),
     "triton fold": partial(fold, backend="triton", aligns=[False]),
     "triton fold align": partial(fold, backend="triton", aligns=[True]),
+    "triton fold channels innermost": partial(fold, backend="triton", turned=True),
     "triton fold softplus 16-bit pool": partial(fold, backend="triton", **SOFTPLUS),
     "triton fold wide parameters fp16": partial(fold, backend="triton", **WIDE_FP16),
     "triton fold shifted, padded slots": partial(fold, backend="triton", shifted=True, padded=True),
@@ -271,6 +319,7 @@ CASES: dict[str, Case] = {
         for align in (False, True)
     },
     "cute fold wide parameters": partial(fold, backend="fp32_deferred", wide=True, **K128),
+    "cute captured verify by ticket": by_ticket,
     "cute captured step": partial(step, backend="fp32_deferred", **K128),
 }
 

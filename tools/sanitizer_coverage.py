@@ -1,8 +1,8 @@
 """Does a case of tools/sanitizer_cases.py run every kernel variant that the compile check knows? No GPU needed.
 
 Both sides launch with CPU tensors while the launches are collected instead of run. A CuTe variant is its static facts;
-a Triton variant is its kernel, its switches and the arguments it goes without. The captured steps, which need a device,
-are left out. Exit status 1, and the variants, where one has no case.
+a Triton variant is its kernel, its switches, the arguments it goes without, and whether it takes any alignment. The
+captured steps, which need a device, are left out. Exit status 1, and the variants, where one has no case.
 
     python tools/sanitizer_coverage.py
 """
@@ -24,11 +24,13 @@ STEP_ENDS = ("graphrt_stage_kernel", "graphrt_stage_header_kernel", "graphrt_sta
 
 
 def triton_variant(launch: triton_variants.Launch) -> str:
-    """Kernel, switches and absent arguments of a launch."""
+    """Kernel, switches and absent arguments of a launch, and whether the kernel is the one for any alignment."""
     given = launch.arguments
     switches = [f"{p.name}={given[p.name]}" for p in launch.kernel.params if isinstance(given[p.name], bool)]
     absent = [f"without {name}" for name, value in given.items() if value is None]
-    return " ".join([launch.kernel.__name__, *switches, *absent])
+    pointers = [p for p in launch.kernel.params if p.name.endswith("_ptr")]
+    unaligned = ["unaligned"] * all(p.do_not_specialize_on_alignment for p in pointers)
+    return " ".join([launch.kernel.__name__, *switches, *absent, *unaligned])
 
 
 def run_by_cases() -> set[Any]:
