@@ -17,7 +17,7 @@ from graphrt.capture.static import allocate_rows, cut_rows
 from graphrt.checks import check_count, check_flag, check_kind, check_step_device, fail
 from graphrt.errors import canonical, error_counter
 from graphrt.fixed import Fixed
-from graphrt.launch import is_recording, launch
+from graphrt.launch import is_recording, launch, refuse_in_recording
 from graphrt.slots import RecordSlots
 from graphrt.steps import SOURCES, Owners, Staged, StageSources
 
@@ -69,6 +69,7 @@ class StepInputs(Fixed):
     _ring: PinnedRing | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        refuse_in_recording("StepInputs")
         for name, least in (("max_num_reqs", 1), ("spec_query_len", 1), ("block_table_width", 0)):
             check_count(name, getattr(self, name), least)
         put: Any = object.__setattr__

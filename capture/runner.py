@@ -17,6 +17,7 @@ from graphrt.checks import check_block_size, check_flag, check_index, check_kind
 from graphrt.choice import Choice, CommitChoice, StepShape, choose_commit
 from graphrt.context import KDARecoverSSMCommitContext
 from graphrt.fixed import Fixed
+from graphrt.launch import refuse_in_recording
 from graphrt.steps import Commit, Staged
 
 log = logging.getLogger("graphrt")
@@ -126,6 +127,7 @@ class CommitRunner(Fixed):
         eager: bool = False,
         choice: Choice = None,
     ) -> None:
+        refuse_in_recording("CommitRunner")
         check_parts(context, pending, inputs, mamba_block_size)
         check_flag("eager", eager)
         self.context, self.pending, self.inputs = context, pending, inputs

@@ -19,7 +19,7 @@ from graphrt.choice import Choice
 from graphrt.context import KDARecoverSSMCommitContext
 from graphrt.errors import error_counter
 from graphrt.fixed import Fixed
-from graphrt.launch import launch
+from graphrt.launch import launch, refuse_in_recording
 from graphrt.sentinels import SCRATCH_ROW
 from graphrt.steps import Advance, Staged, StageSources, StepBegin
 
@@ -118,6 +118,7 @@ class DecodeStep(Fixed):
         flush: bool = False,
         choice: Choice = None,
     ) -> None:
+        refuse_in_recording("DecodeStep")
         check_parts(context, pending, inputs, mamba_block_size)
         check_callable("verify", verify)
         check_callable("sample", sample)

@@ -23,7 +23,7 @@ from .checks import (
     fail,
 )
 from .errors import error_counter
-from .launch import launch
+from .launch import launch, refuse_in_recording
 from .layers import KDALayerLike, LayerStack
 from .sentinels import FP32_DEFERRED
 from .state import StateAccess
@@ -31,7 +31,7 @@ from .steps import Commit, Owners, Plan
 from .warmup import compile_variants
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class KDARecoverSSMCommitContext(StateAccess):
     """The layers of a model, the static plan of a commit, and the kernels that run it.
 
@@ -73,6 +73,7 @@ class KDARecoverSSMCommitContext(StateAccess):
         Raises:
             ValueError: naming the layer and field that does not fit, or the backend that cannot run.
         """
+        refuse_in_recording("create")
         check_count("spec_query_len", spec_query_len, 1)
         check_count("max_num_reqs", max_num_reqs, 1)
         check_flag("conv_dim_first", conv_dim_first)

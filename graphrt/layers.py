@@ -26,7 +26,7 @@ class KDALayerLike(Protocol):
     gate_lower_bound: float | None
 
 
-@dataclass
+@dataclass(eq=False)
 class KDALayer:
     """One KDA layer's static tensors and parameters.
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .checks import check_kind, check_several, fail
 from .context import KDARecoverSSMCommitContext
+from .launch import refuse_in_recording
 from .order import check_committed, check_unflushed, forget, read
 from .slots import RecordSlots
 
@@ -73,6 +74,7 @@ def save_state(
         OSError: if it cannot be written; an earlier file of that name is as it was, unless only the last sync of its
             folder failed.
     """
+    refuse_in_recording("save_state")
     target = _checked_path(path)
     _check_ledger(context, ledger)
     stack = context.stack
@@ -142,6 +144,7 @@ def load_state(
             requests, and a path as in `save_state`.
         OSError: if it cannot be read.
     """
+    refuse_in_recording("load_state")
     source = _checked_path(path)
     _check_ledger(context, ledger)
     if len(ledger) or ledger.num_preempted:

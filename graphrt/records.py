@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .checks import FLOATS, check_count, check_device, fail
+from .launch import refuse_in_recording
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ def allocate_records(
     Raises:
         ValueError: naming the argument.
     """
+    refuse_in_recording("allocate_records")
     sizes = {
         "max_num_reqs": max_num_reqs,
         "num_heads": num_heads,

@@ -169,6 +169,14 @@ def test_the_text_of_a_context_reads_no_tensor():
     assert repr(pool.context) == str(pool.context) == text
 
 
+def test_contexts_and_layers_are_themselves_alone():
+    """They may be looked for in lists and be keys, and no tensor is compared for it."""
+    pools = [Pool(CPU, CPU.shape(layers=2)) for _ in range(2)]
+    contexts, layers = [pool.context for pool in pools], [layer for pool in pools for layer in pool.layers]
+    assert [contexts.index(one) for one in contexts] == [0, 1] and len(set(contexts)) == 2
+    assert [layers.index(one) for one in layers] == [0, 1, 2, 3] and len(set(layers)) == 4
+
+
 def test_the_default_backends_are_auto_and_fp32_deferred():
     """Without a backend both contexts find one; on the CPU it is the torch one."""
     pool = Pool(CPU, CPU.shape(layers=1))

@@ -13,8 +13,17 @@ import torch
 from engine import WINDOW, Batch, Engine, assert_same, int32
 from toy import Toy
 
-from graphrt import KDARecoverSSMDeferred, RecordSlots, RequestState, allocate_records, launch, reset_errors
-from graphrt.capture import CaptureError, CommitRunner, StepInputs, dummy_inputs, record
+from graphrt import (
+    KDARecoverSSMDeferred,
+    RecordSlots,
+    RequestState,
+    allocate_records,
+    launch,
+    load_state,
+    reset_errors,
+    save_state,
+)
+from graphrt.capture import CaptureError, CommitRunner, DecodeStep, StepInputs, dummy_inputs, record
 
 BLOCK = 8
 
@@ -171,6 +180,13 @@ ONE_SHOT = {
         ledger.pending,
     ),
     "reset_errors": lambda e, ledger: reset_errors(e.device),
+    # What lives as long as the service: in a graph's memory pool it would be overwritten (B73).
+    "RecordSlots": lambda e, ledger: RecordSlots(2, e.device),
+    "StepInputs": lambda e, ledger: StepInputs(2, WINDOW, e.device),
+    "CommitRunner": lambda e, ledger: CommitRunner(e.context, ledger.pending, e.inputs),
+    "DecodeStep": lambda e, ledger: DecodeStep(e.context, ledger.pending, e.inputs, print, print),
+    "create": lambda e, ledger: type(e.context).create(e.layers, spec_query_len=WINDOW, max_num_reqs=6),
+    "allocate_records": lambda e, ledger: allocate_records(2, 2, WINDOW, 16, torch.float32, e.device),
 }  # fmt: skip
 
 
@@ -178,6 +194,7 @@ ONE_SHOT = {
 def test_an_order_for_once_is_refused_in_a_recording(device, name):
     """B08: a replay would clear that slot, or zero that row's count, again in every step."""
     engine, ledger, count = Engine(device), RecordSlots(6, device), torch.zeros(1, device=device)
+    engine.inputs = StepInputs(6, WINDOW, device)
     ledger.admit("a")
     state, contents = engine.state(), ledger.contents()
     with pytest.raises(CaptureError, match=rf"RuntimeError: {name}\b.* call it between two replays"):
@@ -185,6 +202,15 @@ def test_an_order_for_once_is_refused_in_a_recording(device, name):
     assert_same(engine.state(), state, name)
     assert ledger.contents() == contents
     ONE_SHOT[name](engine, ledger)
+
+
+@pytest.mark.parametrize("move", [save_state, load_state])
+def test_a_run_is_not_moved_inside_a_recording(device, tmp_path, move):
+    """A file is of one moment: it is not opened."""
+    engine, ledger, count = Engine(device), RecordSlots(6, device), torch.zeros(1, device=device)
+    with pytest.raises(CaptureError, match=rf"RuntimeError: {move.__name__} is for one time"):
+        record(lambda: (count.add_(1), move(tmp_path / "run", engine.context, ledger)), device=device, warmup=0)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_counts_go_by_record_row_while_batch_rows_move(device):
