@@ -133,12 +133,11 @@ MUTANTS = (
         TRITON,
     ),
     Mutant(
-        "Triton: create compiles no verify for raw_beta in FP32",
+        "create compiles no verify for raw_beta in FP32",
         "graphrt/warmup.py",
         "    for dtype in {key_gate.dtype, torch.float32}:\n",
         "    for dtype in {key_gate.dtype}:\n",
         ("tests/test_warmup.py",),
-        TRITON,
     ),
     Mutant(
         "Triton: the boundary is stored over the final block",
