@@ -4,6 +4,7 @@ It remembers what it saw; what it cannot have seen, it does not refuse. Calls wi
 new owners make it forget.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,10 +29,14 @@ class _Layer:
     """Rows whose last verify was."""
     flushed: set[int] = field(default_factory=set)
     """Rows that were flushed, and not committed since: what is pending is in their state."""
+    blind: bool = False
+    """Whether verifies ran without checks, so that a row in no set may have been verified."""
     recorded: set[str] = field(default_factory=set)
     """What of "verify", "flush" and "commit" is in some recording, whose replays nobody sees."""
     pending: int | None = None
     """Address of the pending counts that go with these records; None as long as no call has named both."""
+    counts: weakref.ref[Tensor] | None = None
+    """Those that the last commit wrote."""
 
 
 # By the corrections tensor of each layer.
@@ -89,7 +94,8 @@ def open_step(correction: Tensor, rows: Rows) -> None:
     """Note that the rows of a verify hold uncommitted records.
 
     Raises:
-        RuntimeError: if one of them already did, or would replay what a flush has folded.
+        RuntimeError: if one of them already did, would replay what a flush has folded, or replays nothing and would
+            overwrite what is pending.
     """
     global _in_use
     _in_use = True
@@ -103,37 +109,74 @@ def open_step(correction: Tensor, rows: Rows) -> None:
             raise RuntimeError(
                 f"record row {row} was verified and not committed: commit the step first (accepted 0 abandons it)"
             )
-    if rows.pending is not None and layer.flushed:
+    if rows.pending is None:
+        _check_nothing_waits(live, layer)
+    elif layer.flushed:
         check_unflushed(live, read(rows.pending), [correction])
     layer.open.update(live)
     layer.committed.difference_update(live)
 
 
+def _check_nothing_waits(rows: list[int], layer: _Layer) -> None:
+    counts = None if layer.counts is None else layer.counts()
+    waiting = layer.committed.intersection(rows) - layer.flushed
+    if counts is None or not waiting or layer.recorded:
+        return
+    pending = read(counts)
+    for row in waiting:
+        if pending[row] > 0:
+            raise RuntimeError(
+                f"record row {row} has {pending[row]} records pending: a stock verify replays none of them, and "
+                "overwrites them; flush or drain first"
+            )
+
+
 def check_verified(corrections: list[Tensor], c: Commit) -> None:
     """Whether the rows of a commit have records that were not committed before, in every layer.
 
-    By layer, where the last verify of the row was seen, and nothing since that may have been another one. A commit that
-    changes nothing passes: accepted 0, with nothing pending, or what is pending folded by a flush.
+    By layer, where the last verify of the row was seen, or that of another layer, and nothing since that may have been
+    another one. A commit that changes nothing passes: accepted 0, with nothing pending, or what is pending folded by a
+    flush.
 
     Raises:
-        RuntimeError: for a row that was committed and not verified since.
+        RuntimeError: for a row that was not verified since its last commit, or has something pending that this commit
+            leaves there.
     """
     layers = [(i, layer) for i, layer in enumerate(map(_layer, corrections)) if "verify" not in layer.recorded]
-    if not any(layer.committed for _, layer in layers):
+    if not any(layer.committed or layer.open for _, layer in layers):
         return
     record_rows = range(c.batch) if c.record_rows is None else read(c.record_rows, c.batch)
     requests = range(c.batch) if c.request_indices is None else read(c.request_indices, c.batch)
     slots, accepted = read(c.state_indices), read(c.num_accepted_tokens)
     pending = None if c.pending is None else read(c.pending)
+    if c.pending is None:
+        _check_none_stay(record_rows, slots, [layer for _, layer in layers])
     for row, slot, request in zip(record_rows, slots, requests, strict=True):
+        under_way = any(row in layer.open for _, layer in layers)
         for i, layer in layers if slot > 0 else []:
-            if row not in layer.committed:
+            unknown = layer.blind or not under_way
+            if row in layer.open or (unknown and row not in layer.committed):
                 continue
             flushed = row in layer.flushed or "flush" in layer.recorded
             if accepted[request] > 0 or (pending is not None and pending[row] > 0 and not flushed):
                 raise RuntimeError(
-                    f"record row {row} was committed and not verified since, in layer {i}: its records would be "
-                    "committed twice, or what it has pending lost; a step is the verify of all layers, then one commit"
+                    f"record row {row} was not verified since its last commit, in layer {i}: old records would be "
+                    "committed again, or what it has pending lost; a step is the verify of all layers, then one commit"
+                )
+
+
+def _check_none_stay(record_rows: Iterable[int], slots: list[int], layers: list[_Layer]) -> None:
+    """A commit without `pending` leaves the counts of earlier commits as they are, for records that are gone."""
+    for layer in layers:
+        counts = None if layer.counts is None else layer.counts()
+        if counts is None or layer.recorded:
+            continue
+        pending = read(counts)
+        for row, slot in zip(record_rows, slots, strict=True):
+            if slot > 0 and row in layer.open | layer.committed and pending[row] > 0:
+                raise RuntimeError(
+                    f"record row {row} has {pending[row]} records pending, which a commit without pending leaves to be "
+                    "folded again: drain before the verify, or give pending"
                 )
 
 
@@ -175,6 +218,7 @@ def lose_track(what: str, corrections: list[Tensor]) -> None:
     """As `unseen`, of what runs now."""
     for layer in map(_layer, corrections) if _in_use else ():
         layer.committed.clear()
+        layer.blind |= what == "verify"
         if what == "commit":
             layer.open.clear()
             layer.flushed.clear()
@@ -216,12 +260,13 @@ def forget(corrections: list[Tensor]) -> None:
     for layer in map(_layer, corrections):
         for rows in (layer.open, layer.committed, layer.flushed):
             rows.clear()
+        layer.counts = None
 
 
 def keep_together(corrections: list[Tensor], pending: Tensor) -> None:
     """Note whose records these are, where verifies are given other pending counts than commits (`DecodeStep`)."""
     for layer in map(_layer, corrections):
-        layer.pending = pending.data_ptr()
+        layer.pending, layer.counts = pending.data_ptr(), weakref.ref(pending)
 
 
 def forget_row(row: int, pending: Tensor) -> None:

@@ -247,12 +247,12 @@ def test_a_stock_verify_names_no_ledger_until_its_commit_does(checked):
     core_verify(stock, 0, deferred=False, **checked)
     ledger.release("b")
     core_verify(stock, 0, deferred=False, **checked)
-    commit(stock, [1])
+    commit(stock, [0])
     core_verify(stock, 0, deferred=False, **checked)
     others.reset()
     with pytest.raises(RuntimeError, match=r"^record row 0 was verified"):
         core_verify(stock, 0, deferred=False, **checked)
-    commit(stock, [1])
+    commit(stock, [0])
     core_verify(open_batch(other, [0]), 0, deferred=True, **checked)
 
 

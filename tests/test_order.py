@@ -34,7 +34,7 @@ def verify_all(batch, layers=None, **options):
 
 def refused(row=0):
     """What the block calls raises for this record row."""
-    return pytest.raises(RuntimeError, match=rf"^record row {row} was committed and not verified since")
+    return pytest.raises(RuntimeError, match=rf"^record row {row} was not verified since its last commit")
 
 
 @pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "folded"])
@@ -109,7 +109,7 @@ def test_a_step_given_up_between_two_layers_is_not_committed_before_the_others_a
     pool, batch = committed()
     verify_all(batch, layers=[0])
     before = Snapshot(pool)
-    with pytest.raises(RuntimeError, match=r"^record row 0 was committed and not verified since, in layer 1: "):
+    with pytest.raises(RuntimeError, match=r"^record row 0 was not verified since its last commit, in layer 1: "):
         commit(batch, [accepted, accepted])
     assert before.changed() == []
     verify_all(Batch(pool, [Row(3, 0, 0), Row(4, 1, 0)]), layers=[1])
@@ -120,6 +120,19 @@ def test_a_step_given_up_between_two_layers_is_not_committed_before_the_others_a
     assert pool.pending.tolist() == want.pending.tolist()
     for layer in range(2):
         assert same_bytes(pool.checkpoint(layer), want.checkpoint(layer)), layer
+
+
+def test_a_layer_that_a_step_leaves_out_is_named():
+    """Also in the first step of a row: its records of that layer are zeros, or a stranger's."""
+    pool, _ = committed()
+    batch = Batch(pool, [Row(5, 2, 4), Row(6, 3, 4)])
+    verify_all(batch, layers=[0])
+    before = Snapshot(pool)
+    with pytest.raises(RuntimeError, match=r"^record row 2 was not verified since its last commit, in layer 1"):
+        commit(batch, [1, 0])
+    assert before.changed() == []
+    verify_all(batch, layers=[1])
+    commit(batch, [1, 0])
 
 
 def test_a_flushed_row_may_be_committed_without_a_verify_if_it_accepts_nothing():
@@ -236,6 +249,40 @@ def test_between_a_flush_and_its_commit_nothing_folds_again(tmp_path):
         commit(batch, [1, 4])
     pool.context.drain(batch.state_indices, batch.record_rows, pool.pending)
     verify_all(batch)
+
+
+def test_a_stock_verify_of_a_row_with_something_pending_is_refused():
+    """It starts from a state that lacks the accepted tokens, and overwrites the records they wait in (B87)."""
+    pool, batch = committed()
+    before = Snapshot(pool)
+    with pytest.raises(RuntimeError, match=r"^record row 0 has 2 records pending: a stock verify replays none of them"):
+        verify_all(batch, deferred=False)
+    assert before.changed() == []
+    verify_all(batch)
+    commit(batch, [0, 1])
+    verify_all(Batch(pool, ROWS[:1]), deferred=False)
+    with pytest.raises(RuntimeError, match=r"^record row 1 has 1 records pending"):
+        verify_all(Batch(pool, ROWS[1:]), deferred=False)
+    commit(Batch(pool, ROWS[:1]), [1], deferred=False)
+    pool.context.drain(pool.int32([4]), pool.int32([1]), pool.pending)
+    verify_all(Batch(pool, ROWS[1:]), deferred=False)
+
+
+@pytest.mark.parametrize("deferred", [True, False], ids=["replayed", "flushed"])
+def test_a_commit_without_pending_of_a_row_that_has_some_is_refused(deferred):
+    """It would leave the count of the step before, and the next fold takes that many of the new records."""
+    pool, batch = committed()
+    if not deferred:
+        pool.context.flush(batch.state_indices, batch.record_rows, pool.pending)
+    verify_all(batch, deferred=deferred)
+    before = Snapshot(pool)
+    with pytest.raises(RuntimeError, match=r"^record row 0 has 2 records pending, which a commit without pending"):
+        commit(batch, [1, 1], deferred=False)
+    assert before.changed() == []
+    commit(batch, [1, 1])
+    pool.context.drain(batch.state_indices, batch.record_rows, pool.pending)
+    verify_all(batch)
+    commit(batch, [1, 1], deferred=False)
 
 
 def test_a_commit_that_is_part_of_a_recording_ends_steps_that_nobody_saw_end():

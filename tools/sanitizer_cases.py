@@ -172,6 +172,33 @@ def conv(device: torch.device, **sizes: Any) -> None:
         backends.load("triton").conv_verify(inputs, state, layer.conv_weight, bias, *step)
 
 
+def by_ticket(device: torch.device) -> None:
+    """Captured deferred verifies of two layers as large batches run them: two blocks, each helping the other.
+
+    All but the first items go by ticket, which else takes hundreds of rows.
+    """
+    from graphrt.kernels.cute import deferred
+
+    pool = make_pool(device, num_layers=2, **K128)
+    (inputs, out), rows = make_inputs(pool), make_rows(pool, True)
+    share_out, deferred.share_out = deferred.share_out, lambda items, blocks, split: (2, 2, 2)
+
+    def chain() -> None:
+        for layer in pool.layers:
+            constants = (layer.A_log, layer.dt_bias, layer.gate_lower_bound, layer.kv_cache[1])
+            cute_verify(inputs, (*constants, layer.recoverssm_records), rows, out, errors_of(pool), {"split": 1})
+
+    try:
+        chain()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            chain()
+        for _ in range(2):
+            graph.replay()
+    finally:
+        deferred.share_out = share_out
+
+
 def fold(device: torch.device, backend: str, aligns: Sequence[bool] = (False, True), **sizes: Any) -> None:
     """Plan, compaction and fold of two layers without and with record rows; then what a deferred commit and a drain do.
 
@@ -292,6 +319,7 @@ CASES: dict[str, Case] = {
         for align in (False, True)
     },
     "cute fold wide parameters": partial(fold, backend="fp32_deferred", wide=True, **K128),
+    "cute captured verify by ticket": by_ticket,
     "cute captured step": partial(step, backend="fp32_deferred", **K128),
 }
 
