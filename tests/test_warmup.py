@@ -164,7 +164,7 @@ def test_the_warm_up_changes_no_state():
 
 
 def test_what_was_compiled_is_said_once(caplog, monkeypatch):
-    """How many kernels and how long it took; nothing where all were there. Somebody else's hook is called, and stays."""
+    """How many kernels and how long it took; nothing where all were there. A hook of others is called, and stays."""
     from triton import knobs
 
     heard = []
