@@ -163,6 +163,23 @@ def test_the_warm_up_changes_no_state():
     assert pool.errors() == {}
 
 
+def test_what_was_compiled_is_said_once(caplog, monkeypatch):
+    """How many kernels and how long it took; nothing where all were there. A hook of others is called, and stays."""
+    from triton import knobs
+
+    heard = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **info: heard.append(info["fn"]))
+    earlier = knobs.runtime.jit_post_compile_hook
+    with warmup._timed():
+        pass
+    assert not caplog.text
+    with warmup._timed():
+        for name in "ab":
+            knobs.runtime.jit_post_compile_hook(fn=name)
+    assert caplog.text.count("2 Triton kernels compiled in") == 1
+    assert heard == ["a", "b"] and knobs.runtime.jit_post_compile_hook is earlier
+
+
 class Compiled:
     """Kernels of either kind that were compiled since it was made."""
 

@@ -91,12 +91,12 @@ MUTANTS = (
     Mutant(
         "Triton: keys and gates are overwritten before the replay",
         "kernels/verify.py",
-        "    block = block_v(value_dim)\n    graphrt_verify_kernel",
-        "    block = block_v(value_dim)\n    graphrt_verify_key_gate_kernel[(batch, num_heads)](\n"
+        "    run = graphrt_verify_kernel if aligned",
+        "    graphrt_verify_key_gate_kernel[(batch, num_heads)](\n"
         "        k, raw_g, records.key_gate, rows.query_start_loc, rows.state_indices, record_rows, errors, **sizes,\n"
         "        k_stride=k.stride(1), g_stride=raw_g.stride(1),\n"
         "        key_gate_stride=records.key_gate.stride(0), **static,\n"
-        "        num_warps=4, **NO_CONTRACTION,\n    )\n    graphrt_verify_kernel",
+        "        num_warps=4, **NO_CONTRACTION,\n    )\n    run = graphrt_verify_kernel if aligned",
         VERIFY,
         TRITON,
     ),
@@ -123,6 +123,21 @@ MUTANTS = (
         "    if KEEPS_HISTORY:\n        return tl.maximum(n - 1, 0)\n",
         ("tests/test_commit.py", "tests/test_conv.py"),
         TRITON,
+    ),
+    Mutant(
+        "Triton: compaction in place moves the columns behind the history too",
+        "kernels/conv.py",
+        "        o_from = o + tl.where(o_h < HIST, start, 0)\n",
+        "        o_from = o + start\n",
+        ("tests/test_conv.py",),
+        TRITON,
+    ),
+    Mutant(
+        "create compiles no verify for raw_beta in FP32",
+        "graphrt/warmup.py",
+        "    for dtype in {key_gate.dtype, torch.float32}:\n",
+        "    for dtype in {key_gate.dtype}:\n",
+        ("tests/test_warmup.py",),
     ),
     Mutant(
         "Triton: the boundary is stored over the final block",

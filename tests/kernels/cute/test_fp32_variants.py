@@ -89,7 +89,7 @@ def test_a_fold_without_record_rows_is_whose_it_is_chosen_to_be(monkeypatch, cut
 
     commit, ran, asked = cute[0], [], []
     monkeypatch.setattr(build.Kernels, "launch", lambda self, *rest: ran.append("cute"))
-    monkeypatch.setattr(commit, "triton_fold", lambda *arguments: ran.append("triton"))
+    monkeypatch.setattr("graphrt.kernels.fold.fold", lambda *arguments: ran.append("triton"))
     monkeypatch.setattr(commit, "use_commit_f32", lambda *sizes: asked.append(sizes) or chosen)
     monkeypatch.setattr(commit, "sm_count", lambda device: 8)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
