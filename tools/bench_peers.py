@@ -225,7 +225,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vllm", type=Path, help="wheel; downloaded without it")
     parser.add_argument("--fla", type=Path, help="wheel; downloaded without it")
-    parser.add_argument("--device", type=device_option, default="cuda")
+    parser.add_argument("--device", type=device_option, help="cuda unless told")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128])
     parser.add_argument("--window", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--backend", nargs="+", default=["fp32_deferred", "triton"], help="of graphrt, FP32")
@@ -240,11 +240,13 @@ def main():
     parser.add_argument("--read", type=Path, help="rows of an earlier run instead of measuring")
     parser.add_argument("--plot", type=plot_file)
     args = parser.parse_args()
+    if not (args.read or args.device or torch.cuda.is_available()):
+        parser.error("it needs a CUDA device, and torch finds none")
     if args.read:
         with args.read.open() as file:
             rows = list(csv.DictReader(file))
     else:
-        device = torch.device(args.device)
+        device = torch.device(args.device or "cuda")
         with peers(device, args.vllm, args.fla) as (vllm, fla):
             versions = {"vllm": vllm.version, "fla-core": fla.version, "graphrt": graphrt.__version__}
             rows, facts = bench(args, device, vllm, fla)

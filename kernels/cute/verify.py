@@ -22,14 +22,14 @@ before leaves first, may bring the first state of the blocks that start last int
 
 Traffic of an item: 64 KiB in, 64 KiB out if n > 0, n KiB of records in, Q KiB of records out, 1.25 Q KiB of
 activations: for n = 4, Q = 8 at 4.2 TB/s 9500 cycles an SM; the fold warps need about 7000. On an H200 with 69 layers
-of 12 heads the verifies of 64 requests take 1.10 times that floor, of 256 1.07. No unit was full (alone under ncu,
-before the tokens' copies, 64 requests: DRAM at 55 % of its peak, L2 at 70 %, L1 and shared memory at 46 %, issue slots
-at 28 %). The memory waits for the first window of a layer, and half the cycles between two instructions of a warp go to
-what it asked of L1 or shared memory. At one request a layer takes 3.2 µs, the latency of launch, tokens, coefficients,
-products and solve; what an early kernel does before its wait is on that path as well. So a block reads global memory
-past L1, not behind a fence that drops it, the loaders' first look is on its way while the barriers are set up, and the
-gate parameters of a block's first head are there before its records: 222 µs instead of 238 at one request, 319
-instead of 338 at 4.
+of 12 heads the verifies of 64 requests take 1.10 times that floor, of 256 1.07. No unit was full (one launch alone
+under ncu, 64 requests: DRAM at 55 % of its peak, L2 at 71 %, L1 and shared memory at 46 %, issue slots at 33 %;
+tools/count_kernels.py). The memory waits for the first window of a layer, and nearly half the cycles between two
+instructions of a warp go to what it asked of L1 or shared memory. At one request a layer takes 3.2 µs, the latency of
+launch, tokens, coefficients, products and solve; what an early kernel does before its wait is on that path as well. So
+a block reads global memory past L1, not behind a fence that drops it, the loaders' first look is on its way while the
+barriers are set up, and the gate parameters of a block's first head are there before its records: 222 µs instead of
+238 at one request, 319 instead of 338 at 4.
 
 Tried for 1, 16 and 64 requests, without a gain of 1 %: a third accumulator in the products, for shorter chains;
 `evict_first` on the loads of the states (2188 µs instead of 2142 at 64 requests, though 710 instead of 721 at 16), on

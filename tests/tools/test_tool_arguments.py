@@ -61,7 +61,8 @@ def test_a_plot_without_matplotlib_is_refused_first(monkeypatch, tmp_path):
     [
         ("bench_step", [], "needs a CUDA device"),
         ("bench_host", [], "needs a CUDA device"),
-        ("bench_peers", [], "argument --device: expected a device of this machine"),
+        ("bench_peers", [], "needs a CUDA device"),
+        ("bench_peers", ["--device", "cuda"], "argument --device: expected a device of this machine"),
         ("peer_check", [], "argument --device: expected a device of this machine"),
         ("soak", ["--device", "gpu"], "argument --device: expected a device, such as 'cpu' or 'cuda', got 'gpu'"),
         ("racecheck", [], "compute-sanitizer"),
@@ -76,3 +77,17 @@ def test_a_tool_says_what_this_machine_lacks(tool, words, why, monkeypatch, caps
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module(tool).main()
     assert stopped.value.code == 2 and why in capsys.readouterr().err
+
+
+def test_an_earlier_comparison_is_read_without_a_gpu(monkeypatch, tmp_path):
+    """`--read` measures nothing."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    rows = tmp_path / "peers.csv"
+    rows.write_text("batch,window,accepted,state,what,us\n1,8,4,float32,vllm,10\n")
+    drawn = []
+    monkeypatch.setattr(sys, "argv", ["bench_peers.py", "--read", str(rows), "--plot", str(tmp_path / "peers.png")])
+    monkeypatch.setattr(arguments, "find_spec", lambda name: object())
+    bench_peers = importlib.import_module("bench_peers")
+    monkeypatch.setattr(bench_peers, "plot", lambda rows, path: drawn.extend(rows))
+    bench_peers.main()
+    assert [row["us"] for row in drawn] == ["10"]
