@@ -165,7 +165,7 @@ def test_short_lives_under_the_interpreter_are_the_oracles(record_property):
 @pytest.mark.parametrize("part", range(4))
 @pytest.mark.parametrize("backend", ["torch", "triton", pytest.param("fp32_deferred", marks=pytest.mark.sm90)])
 def test_long_lives_on_the_gpu_are_the_oracles(backend, part, record_property):
-    """Captured graphs and real kernels, more than 10,000 steps each in four parts; one life that long: tools/soak.py."""
+    """Captured graphs and real kernels, more than 10,000 steps each in four parts; one long life: tools/soak.py."""
     sizes = {"device": "cuda", "num_slots": 12, "max_num_reqs": 8}
     facts = {"max_rows": 6, "captured": (1, 4), "in_a_row": (3, 6), "between": (6, 10)}
     if backend == "fp32_deferred":
