@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from graphrt.cuda_types import EdgeData
+from graphrt.cuda_types import EdgeData, library
 
 
 class Span(NamedTuple):
@@ -99,7 +99,7 @@ def launched(stream: int, touched: Touched) -> None:
 @functools.cache
 def _query() -> "ctypes._NamedFuncPointer | None":
     """The driver's question with the kinds of edges in its answer, which drivers before CUDA 12.3 do not have."""
-    return getattr(ctypes.CDLL("libcuda.so.1"), "cuStreamGetCaptureInfo_v3", None)
+    return getattr(library(), "cuStreamGetCaptureInfo_v3", None)
 
 
 def position(stream: int) -> Position | None:
