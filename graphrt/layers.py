@@ -40,7 +40,7 @@ class KDALayer:
     head_dim            K = V, a power of two of at least 16
     gate_lower_bound    below zero for the bounded gate, None for the softplus gate
     conv_weight         [conv_dim, W]; `create` asks for its width, where it gets no `conv_width`, and for its dtype, to
-                        compile the convolution
+                        compile the convolution (if it takes that dtype; else that of the state)
     conv_bias           [conv_dim], or None; `create` compiles the convolution with a bias if there is one
     """
 
@@ -194,9 +194,9 @@ def _is_packed(conv_states: list[Tensor]) -> bool:
 
 
 def _conv_kinds(layer: KDALayerLike) -> Iterator[tuple[torch.dtype, bool]]:
-    """A layer without weights may have those of its state's dtype, with and without a bias."""
+    """A layer without weights that a convolution takes may have those of its state's dtype, with and without a bias."""
     weight = getattr(layer, "conv_weight", None)
-    if isinstance(weight, Tensor):
+    if isinstance(weight, Tensor) and weight.dtype in FLOATS:
         yield weight.dtype, getattr(layer, "conv_bias", None) is not None
     else:
         yield from ((layer.kv_cache[0].dtype, bias) for bias in (False, True))

@@ -43,6 +43,10 @@ class RecordSlots(Fixed):
         self._free = list(range(max_num_reqs - 1, -1, -1))
         self._generations = [0] * max_num_reqs
 
+    def __repr__(self) -> str:
+        owned, device = f"{len(self)} of {len(self._generations)} rows owned", self.pending.device
+        return f"RecordSlots({owned}, {self.num_preempted} preempted, on {device})"
+
     def __len__(self) -> int:
         """Requests that own a row."""
         return len(self._rows)

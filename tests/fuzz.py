@@ -130,8 +130,9 @@ class Call:
 
 
 @contextmanager
-def limited(seconds: int = 20) -> Iterator[None]:
-    """A call that does not come back is a fault, not the end of the run."""
+def limited() -> Iterator[None]:
+    """A call that does not come back is a fault, not the end of the run. On a GPU it may compile for half a minute."""
+    seconds = 200 if torch.cuda.is_available() else 20
 
     def stop(signum: int, frame: Any) -> None:
         raise TimeoutError(f"no end after {seconds} s")

@@ -75,6 +75,15 @@ def test_admitting_keeps_the_pending_of_others():
     assert slots.pending[a] == 2
 
 
+def test_a_printed_ledger_says_who_has_rows():
+    """In a log it tells how full the service is."""
+    ledger = RecordSlots(4, "cpu")
+    ledger.admit("a")
+    ledger.admit("b")
+    ledger.preempt("b")
+    assert repr(ledger) == "RecordSlots(1 of 4 rows owned, 1 preempted, on cpu)"
+
+
 def test_wrong_requests_are_named():
     """A request admitted twice, released twice or never admitted raises with its name."""
     slots = RecordSlots(3, CPU)

@@ -22,6 +22,7 @@ from graphrt import (
     warmup,
 )
 from graphrt.capture import CommitRunner, DecodeStep, Sampled, StepInputs
+from graphrt.layers import LayerStack
 from graphrt.steps import Owners
 
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here: see below")
@@ -151,6 +152,17 @@ def test_every_launch_is_of_a_variant_that_the_warm_up_ran(layout, monkeypatch):
     assert len(ready) > 15
     assert used - ready == set()
     assert ready - used == set()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int8, torch.bool])
+def test_weights_that_no_convolution_takes_are_not_compiled_for(dtype):
+    """An engine may keep its weights packed: what runs is then in the state's dtype, with a bias or without."""
+    pool = make_pool(Target("torch", "cpu"))
+    for layer in pool.layers:
+        layer.conv_weight = torch.zeros(pool.shape.conv_dim, pool.shape.width, dtype=dtype)
+    stack = LayerStack.build(pool.layers, spec_query_len=pool.shape.query_len, max_num_reqs=4)
+    state = pool.layers[0].kv_cache[0].dtype
+    assert stack.conv_kinds == {(state, True), (state, False)}
 
 
 @interpreted

@@ -1,8 +1,9 @@
 """The `graphrt` command, a file for each subcommand. Each imports what it needs when it runs."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from . import bench, demo, doctor, graph, plan, profile
 from .common import user_errors
@@ -14,6 +15,18 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"]},
     pretty_exceptions_enable=False,
 )
+
+
+class Command(TyperCommand):
+    """A subcommand whose usage errors begin with what is wrong."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer does. Its checks by pydantic put the name of pydantic's error in front."""
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
 
 
 def _print_version(wanted: bool) -> None:
@@ -39,4 +52,4 @@ def main(
 
 
 for command in (doctor.doctor, plan.plan, demo.demo, bench.bench, graph.graph, profile.profile):
-    app.command()(command)
+    app.command(cls=Command)(command)

@@ -16,7 +16,7 @@ _NAMES = ", ".join(BENCHES)
 
 
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(metavar="[BENCH]...", help=f"Some of {_NAMES}.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="BENCH", help=f"Some of {_NAMES}.")] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -45,11 +45,11 @@ def bench(
     Examples:
       graphrt bench --quick
       graphrt bench step host --out results
-      graphrt bench --from tools/results/h200
+      graphrt bench step --from tools/results/h200
     """
     for name in names or []:
         if name not in BENCHES:
-            raise option_error("[BENCH]...", f"expected some of {_NAMES}, got {name!r}")
+            raise option_error("BENCH", f"expected some of {_NAMES}, got {name!r}")
     for option, given in {"--out": out is not None, "--quick": quick}.items():
         if earlier is not None and given:
             raise typer.BadParameter(f"--from measures nothing, so there is nothing for {option} to do")

@@ -103,18 +103,22 @@ class Bench:
         raise ValueError(f"{path} is no result of {self.tool}: {why}")
 
 
+def _rows(count: int | str) -> str:
+    return f"{count} row" if int(count) == 1 else f"{count} rows"
+
+
 def _step(path: Path) -> Iterable[Figure]:
     for row in sorted(json.loads(path.read_text(encoding="utf-8"))["rows"], key=lambda row: int(row["batch"])):
         for what, floor in (("deferred", "floor"), ("eager", "floor"), ("fold", "two_pass"), ("flush", "two_pass")):
             if what in row:
                 time = float(row[what])
-                yield Figure("step", f"{row['batch']} rows", what, time, "us", time / float(row[floor]))
+                yield Figure("step", _rows(row["batch"]), what, time, "us", time / float(row[floor]))
 
 
 def _host(path: Path) -> Iterable[Figure]:
     for result in map(json.loads, path.read_text(encoding="utf-8").splitlines()):
         if "form" in result:
-            case = f"{result['rows']} rows, {result['form']}"
+            case = f"{_rows(result['rows'])}, {result['form']}"
             time = float(result["stage_us"]) + float(result["replay_us"])
             yield Figure("host", case, "stage + replay", time, "us", None)
 
@@ -129,13 +133,13 @@ def _nvtx(path: Path) -> Iterable[Figure]:
 def _replay(path: Path) -> Iterable[Figure]:
     for row in json.loads(path.read_text(encoding="utf-8"))["rows"]:
         for what in ("deferred", "eager"):
-            yield Figure("replay", f"{row['batch']} rows", what, float(row[what]), "us", None)
+            yield Figure("replay", _rows(row["batch"]), what, float(row[what]), "us", None)
 
 
 def _peers(path: Path) -> Iterable[Figure]:
     with path.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            case = f"{row['batch']} rows, Q = {row['window']}, {row['accepted']} accepted, {row['state']}"
+            case = f"{_rows(row['batch'])}, Q = {row['window']}, {row['accepted']} accepted, {row['state']}"
             ratio = float(row["to_floor"]) if row["to_floor"] else None
             yield Figure("peers", case, row["what"], float(row["us"]), "us", ratio)
 

@@ -165,7 +165,7 @@ def _machine() -> Iterator[Finding]:
             f"{in_bytes(free)} of {in_bytes(facts.total_memory)} free; {built}"
         )
         yield Finding(f"GPU {index}", State.OK if (facts.major, facts.minor) >= (8, 0) else State.NOTE, detail)
-    attached = "a tool listens: ranges are on" if profiling.ranges is not None else "no tool attached: ranges are off"
+    attached = "a tool listens: ranges are on" if profiling.ranges is not None else "no tool listens: ranges are off"
     yield Finding("NVTX", State.OK, attached)
 
 

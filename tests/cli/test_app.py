@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from terminal import refusal, words
 from typer.testing import CliRunner
 
 import graphrt
@@ -32,3 +33,15 @@ def test_python_m_graphrt_is_the_command():
     """Both ways in are one."""
     done = subprocess.run([sys.executable, "-m", "graphrt", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"graphrt {graphrt.__version__}\n"
+
+
+def test_a_choice_that_is_none_is_told_without_the_name_of_an_exception():
+    """The sentence begins with the value; how typer checks it is no matter of the user's."""
+    told = refusal(CliRunner().invoke(app, ["plan", "--preset", "llama"]))
+    assert "Invalid value for '--preset': 'llama' is not one of 'kimi-k3', 'kimi-linear'" in told
+
+
+def test_optional_arguments_stand_in_one_pair_of_brackets():
+    """`[BENCH]...`: none, or some."""
+    usage = words(CliRunner().invoke(app, ["bench", "--help"])).partition("Measure")[0]
+    assert "bench [OPTIONS] [BENCH]" in usage and "[[" not in usage

@@ -60,6 +60,7 @@ def test_earlier_results_come_into_one_table():
     assert {f["value"] for f in deferred.values()} == {row["deferred"] for row in kept}
     assert all(1 < f["to_floor"] < 20 for f in deferred.values())
     assert {"step", "host"} <= {f["bench"] for f in figures}
+    assert {"1 row", "2 rows"} <= set(deferred)
 
 
 FOREIGN = [
