@@ -1,4 +1,4 @@
-"""Spans of memory, and whether two layers write the same: slots and rows of one allocation may interleave, no byte meets."""
+"""Spans of memory, and whether two layers write the same: slots of one pool may interleave, bytes may not meet."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -9,11 +9,11 @@ from .checks import fail
 
 
 class Span(NamedTuple):
-    """Memory of a tensor: `count` pieces of `size` bytes, `stride` bytes apart from `start` on."""
+    """Memory of a tensor: so many pieces of `size` bytes, `stride` bytes apart from `start` on."""
 
     start: int
     stride: int
-    count: int
+    pieces: int
     size: int
 
     @classmethod
@@ -22,16 +22,16 @@ class Span(NamedTuple):
         rest = sum((n - 1) * s for i, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True)) if i != dim)
         item = t.element_size()
         stride = t.stride(dim) * item
-        count = t.shape[dim] + before if t.numel() else 0
-        return cls(t.data_ptr() - before * stride, stride, count, (rest + 1) * item)
+        pieces = t.shape[dim] + before if t.numel() else 0
+        return cls(t.data_ptr() - before * stride, stride, pieces, (rest + 1) * item)
 
     @property
     def end(self) -> int:
-        return self.start + max(self.count - 1, 0) * self.stride + self.size
+        return self.start + max(self.pieces - 1, 0) * self.stride + self.size
 
     def meets(self, other: "Span") -> bool:
         """Whether the two may share a byte; pieces of one pool that alternate with the other's do not."""
-        if not (self.count and other.count and self.start < other.end and other.start < self.end):
+        if not (self.pieces and other.pieces and self.start < other.end and other.start < self.end):
             return False
         if self.stride != other.stride or self.stride == 0:
             return True
