@@ -140,9 +140,10 @@ class DecodeStep(Fixed):
         self._staged = allocate_rows(most, inputs.block_table_width, device)[1]
         self._rows: dict[int, StepRows] = {}
         if device.type == "cuda":
-            # Compiled here: padding becomes padding.
+            # Compiled here, whichever device is the current one: padding becomes padding.
             nothing = self._staged.num_accepted_tokens
-            self._advance(self._staged, self._staged, Sampled(nothing, nothing))
+            with torch.cuda.device(device):
+                self._advance(self._staged, self._staged, Sampled(nothing, nothing))
         # The verifies of a step are given `replayed`; the rows are those of `pending` all the same.
         order.keep_together(context.stack.corrections, pending)
         self._recordings = SizedRecordings({"step": self._run}, most, device, context.check, self._static_tensors)

@@ -1,42 +1,42 @@
-"""Do two layers write the same memory? Slots and rows of one allocation may interleave, bytes may not meet."""
+"""Spans of memory, and whether two layers write the same: slots of one pool may interleave, bytes may not meet."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from .checks import fail
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """The bytes of a tensor's entries along its first dimension."""
+class Span(NamedTuple):
+    """Memory of a tensor: so many pieces of `size` bytes, `stride` bytes apart from `start` on."""
 
-    name: str
-    begin: int
-    end: int
-    step: int
-    """From one entry to the next."""
-    width: int
-    """Of one entry, holes included."""
+    start: int
+    stride: int
+    pieces: int
+    size: int
 
     @classmethod
-    def of(cls, name: str, t: Tensor, entries_before: int) -> "_Span":
-        size = t.element_size()
-        step = t.stride(0) * size
-        inner = zip(t.shape[1:], t.stride()[1:], strict=True)
-        width = (1 + sum((n - 1) * stride for n, stride in inner)) * size
-        begin = t.data_ptr() - entries_before * step
-        return cls(name, begin, t.data_ptr() + (t.shape[0] - 1) * step + width, step, width)
+    def of(cls, t: Tensor, dim: int = 0, before: int = 0) -> "Span":
+        """Of `t`, a piece an index of `dim`, with `before` more in front (a scratch row)."""
+        rest = sum((n - 1) * s for i, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True)) if i != dim)
+        item = t.element_size()
+        stride = t.stride(dim) * item
+        pieces = t.shape[dim] + before if t.numel() else 0
+        return cls(t.data_ptr() - before * stride, stride, pieces, (rest + 1) * item)
 
-    def meets(self, other: "_Span") -> bool:
-        """Whether some byte may belong to both."""
-        if self.begin >= other.end or other.begin >= self.end:
+    @property
+    def end(self) -> int:
+        return self.start + max(self.pieces - 1, 0) * self.stride + self.size
+
+    def meets(self, other: "Span") -> bool:
+        """Whether the two may share a byte; pieces of one pool that alternate with the other's do not."""
+        if not (self.pieces and other.pieces and self.start < other.end and other.start < self.end):
             return False
-        if self.step != other.step or self.step == 0:
+        if self.stride != other.stride or self.stride == 0:
             return True
-        ahead = (other.begin - self.begin) % self.step
-        return ahead < self.width or self.step - ahead < other.width
+        ahead = (other.start - self.start) % self.stride
+        return not (self.size <= ahead and ahead + other.size <= self.stride)
 
 
 def check_apart(tensors: Iterable[tuple[str, Tensor, int]]) -> None:
@@ -50,15 +50,16 @@ def check_apart(tensors: Iterable[tuple[str, Tensor, int]]) -> None:
         ValueError: naming both.
     """
     # Tensors on torch's meta device, which sizes are asked of, have no memory.
-    spans = [_Span.of(name, t, before) for name, t, before in tensors if t.numel() and not t.is_meta]
-    nearby: list[_Span] = []
-    for span in sorted(spans, key=lambda span: span.begin):
-        nearby = [other for other in nearby if other.end > span.begin]
+    spans = [(name, Span.of(t, 0, before)) for name, t, before in tensors if t.numel() and not t.is_meta]
+    nearby: list[tuple[str, Span]] = []
+    for named in sorted(spans, key=lambda named: named[1].start):
+        span = named[1]
+        nearby = [other for other in nearby if other[1].end > span.start]
         for other in nearby:
-            if span.meets(other):
-                first, second = sorted((other, span), key=spans.index)
-                fail(second.name, "memory of its own", f"that of {first.name}", "a step writes the state and records")
-        nearby.append(span)
+            if span.meets(other[1]):
+                (first, _), (second, _) = sorted((other, named), key=spans.index)
+                fail(second, "memory of its own", f"that of {first}", "a step writes the state and records")
+        nearby.append(named)
 
 
 def check_pool_apart(name: str, t: Tensor, pools: dict[str, tuple[Tensor, int]]) -> None:

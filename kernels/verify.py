@@ -11,7 +11,7 @@ tokens that belong to nobody. Checkpoint traffic: 8 H K V bytes a row with pendi
 
 Order of records. Every value block of a head reads all old keys and gates but only its own slice of the old
 corrections. So the corrections are overwritten in this kernel, behind a block barrier, and the keys and gates by
-`_store_key_gate_kernel`, a second launch: the stream orders it after the last read, whatever the split.
+`graphrt_verify_key_gate_kernel`, a second launch: the stream orders it after the last read, whatever the split.
 
 Stock and deferred verify are one binary (`has_pending` is a run-time flag), hence bit-equal.
 

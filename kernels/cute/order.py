@@ -14,40 +14,8 @@ import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from torch import Tensor
-
-from graphrt.cuda_types import EdgeData
-
-
-class Span(NamedTuple):
-    """Memory of a tensor: `count` pieces of `size` bytes, `stride` bytes apart from `start` on."""
-
-    start: int
-    stride: int
-    count: int
-    size: int
-
-    @classmethod
-    def of(cls, t: Tensor, dim: int = 0, before: int = 0) -> "Span":
-        """Of `t`, a piece an index of `dim`, with `before` more in front (a scratch row)."""
-        rest = sum((n - 1) * s for i, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True)) if i != dim)
-        item = t.element_size()
-        stride = t.stride(dim) * item
-        count = t.shape[dim] + before if t.numel() else 0
-        return cls(t.data_ptr() - before * stride, stride, count, (rest + 1) * item)
-
-    @property
-    def end(self) -> int:
-        return self.start + max(self.count - 1, 0) * self.stride + self.size
-
-    def meets(self, other: "Span") -> bool:
-        """Whether the two may share a byte; pieces of one pool that alternate with the other's do not."""
-        if not (self.count and other.count and self.start < other.end and other.start < self.end):
-            return False
-        if self.stride != other.stride or self.stride == 0:
-            return True
-        ahead = (other.start - self.start) % self.stride
-        return not (self.size <= ahead and ahead + other.size <= self.stride)
+from graphrt.cuda_types import EdgeData, library
+from graphrt.overlap import Span
 
 
 class Touched(NamedTuple):
@@ -99,7 +67,7 @@ def launched(stream: int, touched: Touched) -> None:
 @functools.cache
 def _query() -> "ctypes._NamedFuncPointer | None":
     """The driver's question with the kinds of edges in its answer, which drivers before CUDA 12.3 do not have."""
-    return getattr(ctypes.CDLL("libcuda.so.1"), "cuStreamGetCaptureInfo_v3", None)
+    return getattr(library(), "cuStreamGetCaptureInfo_v3", None)
 
 
 def position(stream: int) -> Position | None:

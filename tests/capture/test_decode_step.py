@@ -428,6 +428,20 @@ def test_a_recorded_step_is_the_launches_it_says(device):
         assert names[0] == "graphrt.stage" and names[-1] == "graphrt.advance"
 
 
+@pytest.mark.gpu
+def test_a_step_is_made_whichever_device_is_the_current_one():
+    """Its advance is compiled when it is made, on the device of its rows."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two devices")
+    device = torch.device("cuda", 1)
+    with torch.cuda.device(device):
+        toy = Toy(device)
+    parts = toy.engine.context, toy.engine.pending, toy.inputs
+    with torch.cuda.device(0):
+        DecodeStep(*parts, toy.verify, toy.sample).close()
+    torch.cuda.synchronize(device)
+
+
 MISUSES = {
     "verify": lambda toy, rows: toy.engine.verify(rows, toy.embedding[:, [0] * 12]),
     "drain": lambda toy, rows: toy.engine.context.drain(rows.state_indices, rows.record_rows, toy.engine.pending),

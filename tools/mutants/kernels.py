@@ -196,14 +196,14 @@ MUTANTS = (
     ),
     Mutant(
         "pieces of two pools in turn are taken as apart",
-        CUTE + "order.py",
+        "graphrt/overlap.py",
         "not (self.size <= ahead and ahead + other.size <= self.stride)",
         "not self.size <= ahead",
         CUTE_ORDER,
     ),
     Mutant(
         "a span leaves out the scratch row",
-        CUTE + "order.py",
+        "graphrt/overlap.py",
         "t.data_ptr() - before * stride, stride",
         "t.data_ptr(), stride",
         CUTE_ORDER,
@@ -241,6 +241,20 @@ MUTANTS = (
         CUTE + "deferred.py",
         "order.Span.of(t, 0, int(i > 0))",
         "order.Span.of(t, 0)",
+        CUTE_ORDER,
+    ),
+    Mutant(
+        "the last ticket of a verify is one too high",
+        CUTE + "deferred.py",
+        "        items - fixed + groups - 1,\n",
+        "        items - fixed + groups,\n",
+        ("tests/kernels/cute/test_shares.py",),
+    ),
+    Mutant(
+        "a verify reads its history through L1",
+        CUTE + "verify_conv.py",
+        "history = [ptx.load_fresh(",
+        "history = [ptx.load_global(",
         CUTE_ORDER,
     ),
     Mutant(

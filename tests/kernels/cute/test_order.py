@@ -176,9 +176,15 @@ def test_the_wait_stands_before_the_first_access_of_global_memory(ptx):
 
 
 def test_global_memory_is_read_past_l1(ptx):
-    """Early reads have no wait in front that would drop what L1 kept from launches before."""
-    assert len(places(ptx, r"\bld\.volatile\.global")) > 20
-    assert not places(ptx, r"\bld\.(global|[bfus]\d)")
+    """Early reads have no wait in front that would drop what L1 kept from launches before.
+
+    Every load but those of arguments and shared memory is volatile; no copy goes through L1, no prefetch into it.
+    """
+    loads = {line for line in ptx if re.search(r"\bldu?\.(?!param|shared)", line)}
+    assert len(loads) > 20 and all(re.search(r"\bld\.volatile\.global\.", line) for line in loads), loads
+    copies = [ptx[at] for at in places(ptx, r"cp\.async\.c[ag]\.")]
+    assert copies and all("cp.async.cg.shared.global " in line for line in copies)
+    assert all("cp.async.bulk.prefetch.L2.global" in ptx[at] for at in places(ptx, "prefetch"))
 
 
 def test_dependents_are_released_right_after_a_wait(ptx):

@@ -1,5 +1,7 @@
 """How the deferred verify's blocks share out the items: by stride, by ticket, and what the early ones do for others."""
 
+import random
+
 import fp32_steps as steps
 import pytest
 import torch
@@ -41,6 +43,47 @@ def test_shares_stay_within_the_launch(blocks, split):
         assert 1 <= groups * split <= blocks and groups <= max(items, 1)
         assert 0 <= helpers < blocks and 0 <= fixed <= items
         assert fixed == items or (split == 1 and fixed % groups == 0 and fixed >= groups)
+
+
+def launched(monkeypatch, batch):
+    """What a captured verify of so many requests gives its kernel: counter, items by stride, last ticket, groups."""
+    handed = []
+    monkeypatch.setattr(deferred, "is_capturing", lambda: True)
+    monkeypatch.setattr(deferred, "tickets", lambda device: 4096)
+    monkeypatch.setattr(deferred, "sm_count", lambda device: SMS)
+    monkeypatch.setattr(deferred.KERNELS, "launch", lambda facts, device, *values: handed.append(values))
+    case = steps.make_case(1, 1, HEADS, Q, device="cpu")
+    token, index = torch.zeros(1, 1, HEADS, 128, dtype=torch.bfloat16), torch.zeros(batch + 1, dtype=torch.int32)
+    deferred.deferred_verify_f32(
+        token, token, token, token, token[..., 0], case.a_log, case.dt_bias, steps.LOWER_BOUND, case.state,
+        case.records, index, index[:-1], Q, token, index, record_rows=index, pending=index, split=1,
+        programmatic=False,
+    )  # fmt: skip
+    [values] = handed
+    return values[25], values[-8], values[-7], values[-3]
+
+
+@pytest.mark.parametrize("batch", [0, 1, 12, 153, 154, 155, 256])
+def test_each_replay_takes_every_item_once_and_leaves_the_counter_at_0(monkeypatch, batch):
+    """A block walks its stride, then takes tickets one ahead until one is past the end, whoever is faster.
+
+    The counter is `atom.inc`: from the last ticket on it is 0 again. If that one is too high, the next replay goes on
+    where this one ended; too low, and an item is worked on twice.
+    """
+    counter, fixed, last, groups = launched(monkeypatch, batch)
+    items, value, rng = batch * HEADS, 0, random.Random(batch)
+    assert (counter != 0) == (fixed < items) == (batch >= 154)
+    for _ in range(3):
+        ready = list(range(groups)) if counter else []
+        taken = [item for block in range(groups) for item in range(block, fixed, groups)]
+        for _ in range(items - fixed + len(ready)):
+            block = rng.choice(ready)
+            ticket, value = value, 0 if value >= last else value + 1
+            if fixed + ticket < items:
+                taken.append(fixed + ticket)
+            else:
+                ready.remove(block)
+        assert sorted(taken) == list(range(items)) and (value, ready) == (0, [])
 
 
 def run(case, tokens, loc, slots, rows, pending):
