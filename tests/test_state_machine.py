@@ -172,7 +172,7 @@ def test_long_lives_on_the_gpu_are_the_oracles(backend, part, record_property):
         sizes |= {"head_dim": 128, "dtype": torch.bfloat16}
         facts["lower_bounds"] = (-5.0,)
     few = backend == "torch"
-    driven = drive(record_property, 2 if few else 23, 40, part, backend=backend, sizes=sizes, **facts)
+    driven = drive(record_property, 2 if few else 27, 40, part, backend=backend, sizes=sizes, **facts)
     assert driven["steps"] > (50 if few else 2_500)
 
 
