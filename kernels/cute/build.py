@@ -50,7 +50,7 @@ class Kernels:
         self._make, self._examples = make, examples
         self._layout = struct.Struct(f"={layout}q")
         self._compiled, self._loaded = {}, {}
-        self._lock, self._local = threading.Lock(), threading.local()
+        self._lock, self._local = threading.RLock(), threading.local()
 
     def compile(self, facts: tuple, arch: str, extra_options: str = ""):
         """The compiled kernel; `extra_options` are for tools that want the machine code kept (never cached)."""
@@ -74,11 +74,12 @@ class Kernels:
     def load(self, facts: tuple, device: torch.device) -> None:
         """Compile for `device` and load the machine code there, so that a launch in a capture does neither."""
         index = device.index or 0
-        if (facts, index) not in self._loaded:
-            compiled = self.compile(facts, target(device))
-            with torch.cuda.device(device):
-                _make_counters(index)
-                self._loaded[facts, index] = compiled.to(index)
+        with self._lock:
+            if (facts, index) not in self._loaded:
+                compiled = self.compile(facts, target(device))
+                with torch.cuda.device(device):
+                    _make_counters(index)
+                    self._loaded[facts, index] = compiled.to(index)
 
     def launch(self, facts: tuple, device: torch.device, *values: float) -> None:
         """Run on torch's current stream of `device`.
@@ -125,13 +126,16 @@ def sm_count(device: torch.device) -> int:
 # A recorded launch never runs twice at a time, so a counter of its own is nobody else's.
 _COUNTERS = 8192
 _counters: dict[int, tuple[torch.Tensor, Iterator[int]]] = {}
+_counters_lock = threading.Lock()
 
 
 def _make_counters(index: int) -> None:
-    if index not in _counters:
-        counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=torch.device("cuda", index))
-        torch.cuda.current_stream(index).synchronize()
-        _counters[index] = counters, iter(range(counters.data_ptr(), counters.data_ptr() + 4 * _COUNTERS, 4))
+    """Once a device: captured launches keep their addresses."""
+    with _counters_lock:
+        if index not in _counters:
+            counters = torch.zeros(_COUNTERS, dtype=torch.int32, device=torch.device("cuda", index))
+            torch.cuda.current_stream(index).synchronize()
+            _counters[index] = counters, iter(range(counters.data_ptr(), counters.data_ptr() + 4 * _COUNTERS, 4))
 
 
 def tickets(device: torch.device) -> int:

@@ -1,5 +1,10 @@
 """Which block of the fold takes which item (items.py): by ticket in a recorded launch, else by stride."""
 
+import threading
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import fp32_steps as steps
 import pytest
 import torch
@@ -18,6 +23,40 @@ def test_a_counter_is_for_one_recorded_launch(monkeypatch):
     capturing = True
     assert [build.tickets(device) for _ in range(4)] == [16, 20, 0, 0]
     assert build.tickets(torch.device("cuda:0")) == 0, "a device on which nothing was loaded"
+
+
+def test_threads_that_make_contexts_at_once_share_counters_and_machine_code(monkeypatch):
+    """Made twice, the first would be given back while a captured launch of the other thread still goes there."""
+    build = pytest.importorskip("graphrt.kernels.cute.build")
+    made, begin, device = [], threading.Barrier(2), torch.device("cuda", 0)
+
+    def slowly(what, value):
+        made.append(what)
+        time.sleep(0.05)
+        return value
+
+    driver = SimpleNamespace(current_stream=lambda index: SimpleNamespace(synchronize=lambda: None), device=nullcontext)
+    numbers = torch.zeros(4)
+    fakes = {"zeros": lambda *_, **__: slowly("counters", numbers), "cuda": driver}
+    monkeypatch.setattr(build, "torch", SimpleNamespace(**vars(torch) | fakes))
+    monkeypatch.setattr(build, "_counters", {})
+    monkeypatch.setattr(build, "target", lambda device: "sm_90a")
+    loaded = SimpleNamespace(to=lambda index: slowly("code", object()))
+    kinds = [build.Kernels(None, (), "q") for _ in range(2)]
+    for kernels in kinds:
+        monkeypatch.setattr(kernels, "_compiled", {((), "sm_90a"): loaded})
+
+    def work(first):
+        begin.wait()
+        for kernels in kinds[:: 1 if first else -1]:
+            kernels.load((), device)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in (True, False)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(made) == ["code", "code", "counters"]
 
 
 @pytest.fixture
