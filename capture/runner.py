@@ -175,7 +175,7 @@ class CommitRunner(Fixed):
         listed = isinstance(modes, Sequence) and not isinstance(modes, str) and len(modes) > 0
         if not listed or not all(mode in MODES for mode in modes):
             fail("modes", f"some of {', '.join(MODES)}", repr(modes))
-        wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs)
+        wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs, "sizes")
         proven, ours = proof(self.context, self.pending, prove_neutral), self.context.stack.corrections
         with self.inputs.kept(), proven, order.followed(ours):
             self._recordings.capture(modes, wanted, lambda n: dummy_inputs(self.inputs, n, dcp=dcp), progress)

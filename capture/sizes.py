@@ -42,18 +42,18 @@ def power_of_two_sizes(most: int) -> list[int]:
     return sorted({1 << i for i in range(most.bit_length())} | {most})
 
 
-def check_sizes(sizes: Iterable[int] | None, most: int) -> list[int]:
+def check_sizes(sizes: Iterable[int] | None, most: int, name: str = "capture_sizes") -> list[int]:
     """Capture sizes in rising order, each 1..most; powers of two where none are given.
 
     Raises:
-        ValueError: for a size outside, for what is no int, or none at all.
+        ValueError: naming the argument `name`, for a size outside, for what is no int, or none at all.
     """
     if sizes is None:
         return power_of_two_sizes(most)
     listed = isinstance(sizes, Iterable) and not isinstance(sizes, (str, bytes, Mapping, Tensor))
     found = list(sizes) if listed else []
     if not found or not all(type(size) is int and 1 <= size <= most for size in found):
-        fail("capture_sizes", f"at least one int, each in 1..{most} (max_num_reqs)", repr(found or sizes))
+        fail(name, f"at least one int, each in 1..{most} (max_num_reqs)", repr(found or sizes))
     return sorted(set(found))
 
 

@@ -173,7 +173,7 @@ class DecodeStep(Fixed):
             RuntimeError: after `close`. CaptureError: if the capture changed a state.
         """
         check_flag("dcp", dcp)
-        wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs)
+        wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs, "sizes")
         proven = proof(self.context, self.pending, prove_neutral)
         ours = order.followed(self.context.stack.corrections)
         with proven, ours, self.inputs.kept(), _random_state_kept(self.inputs.device):

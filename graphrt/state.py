@@ -68,7 +68,9 @@ class StateAccess(Fixed):
     def persistent(self) -> dict[str, list[Tensor]]:
         """What outlives a step, by name, one tensor a layer: all that a copy of a state slot has to copy.
 
-        `checkpoint` [slots, H, V, K]; `conv_history` [slots, conv_dim, W - 1], where nothing is pending.
+        `checkpoint` [slots, H, V, K]; `conv_history` [slots, conv_dim, W - 1]. These are the pools themselves: a slot
+        holds the state of its request only while nothing is pending, so drain before reading one, or take
+        `read_state` or `copy_state`, which do.
         """
         hist = self.stack.hist
         return {

@@ -548,7 +548,7 @@ def capture_calls(world: World) -> list[Call]:
         with capture.state_neutral(tensors, values=values):
             pass
 
-    sizes = {"sizes": ("capture_sizes",), "context": ("spec_query_len",)}
+    sizes = {"context": ("spec_query_len",)}
     share = {"intact": world.intact, "aliases": sizes}
     recording = capture.record(recorded_function()["fn"], device=device)
     return [

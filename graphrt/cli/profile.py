@@ -64,7 +64,8 @@ def profile(
         workload.replay(3)
     loop = _loop(workload, place)
     if torch_file is None:
-        microseconds = _profiled(loop, steps, place)
+        with working("replaying"):
+            microseconds = _profiled(loop, steps, place)
     else:
         with working("tracing"):
             microseconds = _traced(loop, steps, place, torch_file)

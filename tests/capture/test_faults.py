@@ -517,7 +517,7 @@ def test_a_later_larger_capture_moves_nothing_under_an_earlier_one(device):
         batch.commit(twin)
         assert_same(engine.state(), twin.state(), f"step {number}")
     assert places() == before
-    with pytest.raises(ValueError, match=r"^capture_sizes: expected"):
+    with pytest.raises(ValueError, match=r"^sizes: expected"):
         runner.capture(progress=False, sizes=[7])
     with pytest.raises(ValueError, match=r"^num_reqs: expected 0\.\.6"):
         runner.commit(7)
