@@ -93,7 +93,7 @@ REFUSED = {
     "CommitRunner mamba_block_size": ((0, -4, 4.0, True, "4"), lambda p, v: p.make_runner(mamba_block_size=v)),
     "CommitRunner eager": (NOT_FLAGS, lambda p, v: p.make_runner(eager=v)),
     "CommitRunner choice": ((1, True, "maybe", {1: 2}), lambda p, v: p.make_runner(choice=v)),
-    "capture capture_sizes": (NOT_SIZES, lambda p, v: p.runner.capture(False, sizes=v)),
+    "capture sizes": (NOT_SIZES, lambda p, v: p.runner.capture(False, sizes=v)),
     "capture modes": (("commit", [], None, 3, ["fold"], [3], [[]], {"commit"}), lambda p, v: p.runner.capture(
         False, modes=v)),
     "capture dcp": (NOT_FLAGS, lambda p, v: p.runner.capture(False, dcp=v)),
@@ -108,7 +108,7 @@ REFUSED = {
     "DecodeStep sample": ((None, 3), lambda p, v: p.make_step(sample=v)),
     "DecodeStep flush": (NOT_FLAGS, lambda p, v: p.make_step(flush=v)),
     "DecodeStep capture_sizes": (NOT_SIZES, lambda p, v: p.make_step(capture_sizes=v)),
-    "step.capture capture_sizes": (NOT_SIZES, lambda p, v: p.toy.step.capture(False, sizes=v)),
+    "step.capture sizes": (NOT_SIZES, lambda p, v: p.toy.step.capture(False, sizes=v)),
     "step.capture dcp": (NOT_FLAGS, lambda p, v: p.toy.step.capture(False, dcp=v)),
     "step.capture progress": (NOT_FLAGS, lambda p, v: p.toy.step.capture(v)),
     "replay num_reqs": ((*NOT_COUNTS, 4), lambda p, v: p.toy.step.replay(v)),
