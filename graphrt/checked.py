@@ -14,7 +14,7 @@ from .checks import check_flag, fail
 from .environment import CHECK
 from .launch import runs_at_once
 from .layers import LayerStack
-from .order import read
+from .order import live_rows, read
 from .steps import Commit, Geometry, Owners, Rows, Staged, StageSources
 
 # Addresses of the checkpoints that go with a convolution state.
@@ -60,7 +60,7 @@ def flush_values(
     _generations(owners, slots, rows)
     counts = read(pending)
     _pending_counts(counts, rows, geometry.spec_query_len)
-    live = [row for row, slot in zip(rows, slots, strict=True) if slot > 0 and row >= 0]
+    live = live_rows(rows, slots)
     order.check_committed(live, stack.corrections)
     order.check_unflushed(live, counts, stack.corrections)
     return live
@@ -144,7 +144,7 @@ def step_values(rows: Staged, pending: Tensor, owners: Owners | None, stack: Lay
     _query_offsets(read(rows.query_start_loc), None, geometry.spec_query_len)
     counts = read(pending)
     _pending_counts(counts, record_rows, geometry.spec_query_len)
-    live = [row for row, slot in zip(record_rows, slots, strict=True) if slot > 0 and row >= 0]
+    live = live_rows(record_rows, slots)
     order.check_unflushed(live, counts, stack.corrections)
     return live
 

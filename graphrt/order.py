@@ -103,7 +103,7 @@ def open_step(correction: Tensor, rows: Rows) -> None:
     if layer.pending is None and rows.pending is not None:
         layer.pending = rows.pending.data_ptr()
     record_rows = list(range(rows.batch)) if rows.record_rows is None else read(rows.record_rows, rows.batch)
-    live = [row for row, slot in zip(record_rows, read(rows.state_indices), strict=True) if slot > 0 and row >= 0]
+    live = live_rows(record_rows, read(rows.state_indices))
     for row in live:
         if row in layer.open and "commit" not in layer.recorded:
             raise RuntimeError(
@@ -279,6 +279,11 @@ def forget_row(row: int, pending: Tensor) -> None:
         if layer.pending in (None, pending.data_ptr()):
             for rows in (layer.open, layer.committed, layer.flushed):
                 rows.discard(row)
+
+
+def live_rows(record_rows: list[int], slots: list[int]) -> list[int]:
+    """The record rows of those rows of a step that have a state and records."""
+    return [row for row, slot in zip(record_rows, slots, strict=True) if slot > 0 and row >= 0]
 
 
 def read(t: Tensor, length: int | None = None) -> list[int]:

@@ -151,20 +151,8 @@ class VerifyF32(VerifyRoles, VerifyRows):
             if warp == 12:
                 self.load_states(shared, lane, share, layer, layer_strides, step, items, facts)
             elif warp == 13:
-                self.load_inputs(
-                    shared,
-                    lane,
-                    share,
-                    tokens,
-                    token_strides,
-                    layer,
-                    layer_strides,
-                    step,
-                    items,
-                    facts,
-                    conv,
-                    wide_beta,
-                )
+                inputs = (tokens, token_strides, layer, layer_strides)
+                self.load_inputs(shared, lane, share, *inputs, step, items, facts, conv, wide_beta)
             elif warp == 14:
                 cute.arch.griddepcontrol_wait()
                 cute.arch.griddepcontrol_launch_dependents()
@@ -252,20 +240,9 @@ class VerifyF32(VerifyRoles, VerifyRows):
 
     @cute.jit
     def load_inputs(
-        self,
-        shared: Int32,
-        lane: Int32,
-        share: Int32,
-        tokens,
-        token_strides,
-        layer,
-        layer_strides,
-        step,
-        items,
-        facts,
-        conv,
-        wide_beta: Int32,
-    ):
+        self, shared: Int32, lane: Int32, share: Int32, tokens, token_strides, layer, layer_strides, step, items,
+        facts, conv, wide_beta: Int32,
+    ):  # fmt: skip
         """Warp 13: notices, records, and after the wait the tokens of each item."""
         base, groups, fixed, _ = items
         total = step[2][2] * self.heads
