@@ -135,7 +135,7 @@ def whole_step(rows: Staged, num_reqs: int) -> None:
 def step_values(rows: Staged, pending: Tensor, owners: Owners | None, stack: LayerStack) -> list[int]:
     """Raise ValueError for the first bad value of staged rows that a recorded step is to run on, else list its rows.
 
-    RuntimeError for a row whose flush has no commit yet.
+    RuntimeError for a row whose verify or flush has no commit yet.
     """
     geometry = stack.geometry
     slots, record_rows = read(rows.state_indices), read(rows.record_rows)
@@ -145,6 +145,7 @@ def step_values(rows: Staged, pending: Tensor, owners: Owners | None, stack: Lay
     counts = read(pending)
     _pending_counts(counts, record_rows, geometry.spec_query_len)
     live = live_rows(record_rows, slots)
+    order.check_committed(live, stack.corrections)
     order.check_unflushed(live, counts, stack.corrections)
     return live
 

@@ -212,6 +212,18 @@ def test_a_recorded_step_closes_what_it_opened():
     commit(batch, [1, 1])
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_recorded_step_waits_for_the_commit_of_the_last_one(layers):
+    """Its verifies would replay what is pending from records that the open step has overwritten."""
+    pool, batch = committed()
+    inputs = StepInputs(6, 4, "cpu")
+    step = DecodeStep(pool.context, pool.pending, inputs, lambda rows: None, lambda rows, _: None)
+    inputs.stage(num_reqs=2, state_indices=[3, 4], record_rows=[0, 1], query_start_loc=[0, 4, 8])
+    verify_all(batch, range(layers))
+    with pytest.raises(RuntimeError, match="record row 0 was verified and not committed"):
+        step.replay(2)
+
+
 def after_flush(pool, batch, tmp_path):
     """Every call that would fold what the flush has folded."""
     inputs = StepInputs(6, 4, "cpu")
@@ -337,7 +349,6 @@ def test_the_replay_of_a_recorded_step_verifies_and_commits_its_rows(checks):
 
 def test_a_service_that_mixes_all_calls_is_in_order(monkeypatch):
     """Replays of whole steps, deferred, flushed and eager steps, captures, files and new owners: nothing is refused."""
-    monkeypatch.setenv("GRAPHRT_CHECK", "1")
     # Its null rows have record rows, which checked mode refuses by value.
     monkeypatch.setattr(checked, "_slots_and_rows", lambda *_: None)
     pool = poisoned_pool(num_layers=1, num_heads=1, lower_bound=-5.0, conv_dim=6, seed=3)
