@@ -349,6 +349,7 @@ def test_the_replay_of_a_recorded_step_verifies_and_commits_its_rows(checks):
 
 def test_a_service_that_mixes_all_calls_is_in_order(monkeypatch):
     """Replays of whole steps, deferred, flushed and eager steps, captures, files and new owners: nothing is refused."""
+    monkeypatch.setenv("GRAPHRT_CHECK", "1")
     # Its null rows have record rows, which checked mode refuses by value.
     monkeypatch.setattr(checked, "_slots_and_rows", lambda *_: None)
     pool = poisoned_pool(num_layers=1, num_heads=1, lower_bound=-5.0, conv_dim=6, seed=3)
