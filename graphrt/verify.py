@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, checked, order
+from . import backends, call_order, checked
 from .checks import (
     FLOATS,
     INT32_MAX,
@@ -225,9 +225,9 @@ def _verify(
         if conv is not None:
             checked.same_layer(conv.conv_state, checkpoint)
         # Last of all checks: a verify that is refused opens no step.
-        order.open_step(records.correction, rows)
+        call_order.open_step(records.correction, rows)
     else:
-        order.unseen("verify", [records.correction])
+        call_order.unseen("verify", [records.correction])
     launch(name, _run_counted, *call)
     return out
 
@@ -304,4 +304,4 @@ def _check_rows(rows: Rows, device: torch.device, num_rows: int | None) -> None:
         fail("state_indices", f"at most {num_rows} rows, the record rows", batch, "or give record_rows")
     if rows.pending is not None:
         check_index("pending", rows.pending, num_rows or 1, device, exactly=num_rows is not None)
-        order.check_not_taken(rows.pending)
+        call_order.check_not_taken(rows.pending)

@@ -28,7 +28,7 @@ from torch import Tensor
 from truth import start
 
 import graphrt
-from graphrt import capture, order
+from graphrt import call_order, capture
 
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
 
@@ -200,7 +200,7 @@ class World:
 
     def intact(self) -> list[str]:
         # A verify in checked mode, and none of its commits: the next one starts from anew.
-        order._layers.clear()
+        call_order._layers.clear()
         changed = self.before.changed(slots=[1, 2], rows=[0, 1], pending=True)
         changed += ["pending of a stranger"] * (int(self.pool.pending[2]) != self.stranger)
         if changed:
