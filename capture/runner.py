@@ -13,7 +13,7 @@ from graphrt import call_order, checked, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.neutral import state_neutral
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
-from graphrt.checks import check_block_size, check_flag, check_index, check_kind, check_not_expanded, fail
+from graphrt.checks import check_block_size, check_entries_apart, check_flag, check_index, check_kind, fail
 from graphrt.choice import Choice, CommitChoice, StepShape, choose_commit
 from graphrt.context import KDARecoverSSMCommitContext
 from graphrt.fixed import Fixed
@@ -39,7 +39,7 @@ def check_parts(
     check_kind("inputs", inputs, StepInputs)
     stack, capacity = context.stack, context.commit_lens.shape[0]
     check_index("pending", pending, stack.geometry.num_rows, stack.device, exactly=True)
-    check_not_expanded("pending", pending)
+    check_entries_apart("pending", pending)
     if inputs.device != stack.device:
         fail("inputs", f"buffers on {stack.device}, like the checkpoints", f"buffers on {inputs.device}")
     if inputs.spec_query_len != context.spec_query_len:

@@ -15,10 +15,10 @@ from . import backends, call_order, checked
 from .checks import (
     check_block_size,
     check_count,
+    check_entries_apart,
     check_flag,
     check_index,
     check_is_tensor,
-    check_not_expanded,
     check_tensor,
     fail,
 )
@@ -292,7 +292,7 @@ class KDARecoverSSMCommitContext(StateAccess):
             check_index("record_rows", record_rows, batch, device)
         if pending is not None:
             check_index("pending", pending, self.stack.geometry.num_rows, device, exactly=True)
-            check_not_expanded("pending", pending)
+            check_entries_apart("pending", pending)
             call_order.check_not_taken(pending)
         if owners is not None:
             if not isinstance(owners, Owners):

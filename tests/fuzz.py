@@ -254,9 +254,8 @@ def verify_calls(world: World) -> list[Call]:
     aliases = {
         "checkpoint_state": sizes, "records": ("raw_g", "k:"), "spec_query_len": ("records", "conv_state"),
         "q": ("k:", "out"), "v": ("out",), "state_indices": ("query_start_loc", "record_rows"), "pending": ("pending",),
-        "record_rows": ("record_rows",), "backend": ("backend",), "x": ("conv_state", "out"),
-        "conv_state": ("x:", "conv_weight", "conv_bias"), "conv_weight": ("conv_state",),
-        "conv_dim_first": ("conv_state", "x:"),
+        "record_rows": ("record_rows",), "backend": ("backend",), "x": ("out",),
+        "conv_weight": ("conv_state",), "conv_dim_first": ("conv_state",),
     }  # fmt: skip
     share = {"intact": world.intact, "aliases": aliases}
     return [
@@ -268,11 +267,7 @@ def verify_calls(world: World) -> list[Call]:
             fused,
             convolution,
             intact=world.intact,
-            aliases={
-                "conv_state": ("conv.", "q:", "k:", "v:"),
-                "weight": ("conv_state",),
-                "dim_first": ("conv_state",),
-            },
+            aliases={"weight": ("conv_state",), "dim_first": ("conv_state",)},
         ),
     ]
 
