@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphrt import checked, order, profiling
+from graphrt import call_order, checked, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.neutral import state_neutral
 from graphrt.capture.sizes import GraphMemory, SizedRecordings, check_sizes
-from graphrt.checks import check_block_size, check_flag, check_index, check_kind, check_not_expanded, fail
+from graphrt.checks import check_block_size, check_entries_apart, check_flag, check_index, check_kind, fail
 from graphrt.choice import Choice, CommitChoice, StepShape, choose_commit
 from graphrt.context import KDARecoverSSMCommitContext
 from graphrt.fixed import Fixed
@@ -39,7 +39,7 @@ def check_parts(
     check_kind("inputs", inputs, StepInputs)
     stack, capacity = context.stack, context.commit_lens.shape[0]
     check_index("pending", pending, stack.geometry.num_rows, stack.device, exactly=True)
-    check_not_expanded("pending", pending)
+    check_entries_apart("pending", pending)
     if inputs.device != stack.device:
         fail("inputs", f"buffers on {stack.device}, like the checkpoints", f"buffers on {inputs.device}")
     if inputs.spec_query_len != context.spec_query_len:
@@ -177,7 +177,7 @@ class CommitRunner(Fixed):
             fail("modes", f"some of {', '.join(MODES)}", repr(modes))
         wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs, "sizes")
         proven, ours = proof(self.context, self.pending, prove_neutral), self.context.stack.corrections
-        with self.inputs.kept(), proven, order.followed(ours):
+        with self.inputs.kept(), proven, call_order.followed(ours):
             self._recordings.capture(modes, wanted, lambda n: dummy_inputs(self.inputs, n, dcp=dcp), progress)
         self.capture_sizes = sorted({*self.capture_sizes, *wanted})
 
@@ -224,7 +224,7 @@ class CommitRunner(Fixed):
         if note is not None:
             note()
         elif mode != "drain" and not checks:
-            order.lose_track(mode, self.context.stack.corrections)
+            call_order.lose_track(mode, self.context.stack.corrections)
 
     def _replay(self, mode: str, num_reqs: int) -> None:
         if self._recordings.replay(mode, num_reqs) is None and num_reqs > 0:
@@ -253,12 +253,12 @@ class CommitRunner(Fixed):
         if mode != "commit":
             owners = self.inputs.owners(num_reqs)
             live = checked.flush_values(rows.state_indices, rows.record_rows, self.pending, owners, stack)
-            return partial(order.note_fold, live, stack.corrections, mode == "drain")
+            return partial(call_order.note_fold, live, stack.corrections, mode == "drain")
         size = self._recordings.size_of(mode, num_reqs) or num_reqs
         commit = Commit(request_indices=None, **self._commit_arguments(rows, self.choice.eager(size)))
         checked.commit_values(commit, stack.geometry)
-        order.check_verified(stack.corrections, commit)
-        return partial(order.close_step, stack.corrections, commit)
+        call_order.check_verified(stack.corrections, commit)
+        return partial(call_order.close_step, stack.corrections, commit)
 
     def _commit_arguments(self, rows: Staged, all_eager: bool) -> dict[str, Any]:
         align = self.mamba_block_size is not None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphrt import backends, checked, order, profiling
+from graphrt import backends, call_order, checked, profiling
 from graphrt.capture.inputs import StepInputs, dummy_inputs
 from graphrt.capture.recording import Recording
 from graphrt.capture.runner import check_parts, proof, settle, static_tensors
@@ -145,7 +145,7 @@ class DecodeStep(Fixed):
             with torch.cuda.device(device):
                 self._advance(self._staged, self._staged, Sampled(nothing, nothing))
         # The verifies of a step are given `replayed`; the rows are those of `pending` all the same.
-        order.keep_together(context.stack.corrections, pending)
+        call_order.keep_together(context.stack.corrections, pending)
         self._recordings = SizedRecordings({"step": self._run}, most, device, context.check, self._static_tensors)
         self.outputs: tuple[Any, Sampled] | None = None
         """What `verify` and `sample` returned in the step that ran last: static tensors of its recording."""
@@ -175,7 +175,7 @@ class DecodeStep(Fixed):
         check_flag("dcp", dcp)
         wanted = self.capture_sizes if sizes is None else check_sizes(sizes, self.inputs.max_num_reqs, "sizes")
         proven = proof(self.context, self.pending, prove_neutral)
-        ours = order.followed(self.context.stack.corrections)
+        ours = call_order.followed(self.context.stack.corrections)
         with proven, ours, self.inputs.kept(), _random_state_kept(self.inputs.device):
             self._recordings.capture(["step"], wanted, lambda n: dummy_inputs(self.inputs, n, dcp=dcp), progress)
         self.capture_sizes = sorted({*self.capture_sizes, *wanted})
@@ -204,9 +204,9 @@ class DecodeStep(Fixed):
         if recording is not None:
             self.outputs = recording.outputs
             if checks:
-                order.note_step(corrections, live)
+                call_order.note_step(corrections, live)
             else:
-                order.lose_track("commit", corrections)
+                call_order.lose_track("commit", corrections)
         elif num_reqs > 0:
             self.run(num_reqs)
 
@@ -266,7 +266,7 @@ class DecodeStep(Fixed):
             flushed, nobody, drained = (t[:num_reqs] for t in (self.flush_rows, self._nobody, self._drained))
             torch.where(flushed, rows.record_rows, nobody, out=drained)
             self.context.drain(rows.state_indices, drained, self.replayed)
-        with order.taken_over(self.pending):
+        with call_order.taken_over(self.pending):
             outputs = self.verify(rows)
             sampled = self.sample(rows, outputs)
         self._check_sampled(sampled, num_reqs)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import backends
-from .checks import check_count, check_index, check_is_tensor, check_not_expanded, check_tensor
+from .checks import check_count, check_entries_apart, check_index, check_is_tensor, check_tensor
 from .launch import launch
 
 
@@ -40,7 +40,7 @@ def align_eager_mask(
     if out is None:
         out = torch.empty(batch, dtype=torch.bool, device=device)
     check_tensor("out", out, (batch,), (torch.bool, torch.uint8), device)
-    check_not_expanded("out", out)
+    check_entries_apart("out", out)
     if batch:
         mask = out.view(torch.uint8)
         run = backends.by_device(device).align_eager_mask
@@ -77,7 +77,7 @@ def align_state_indices(
     if out is None:
         out = torch.empty(requests, dtype=torch.int32, device=device)
     check_index("out", out, requests, device, exactly=True)
-    check_not_expanded("out", out)
+    check_entries_apart("out", out)
     if requests:
         run = backends.by_device(device).align_state_indices
         launch("graphrt.align_state_indices", run, block_table, num_computed_tokens, mamba_block_size, out)

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import order
+from . import call_order
+from .call_order import live_rows, read
 from .checks import check_flag, fail
 from .environment import CHECK
 from .launch import runs_at_once
 from .layers import LayerStack
-from .order import live_rows, read
 from .steps import Commit, Geometry, Owners, Rows, Staged, StageSources
 
 # Addresses of the checkpoints that go with a convolution state.
@@ -61,8 +61,8 @@ def flush_values(
     counts = read(pending)
     _pending_counts(counts, rows, geometry.spec_query_len)
     live = live_rows(rows, slots)
-    order.check_committed(live, stack.corrections)
-    order.check_unflushed(live, counts, stack.corrections)
+    call_order.check_committed(live, stack.corrections)
+    call_order.check_unflushed(live, counts, stack.corrections)
     return live
 
 
@@ -145,8 +145,8 @@ def step_values(rows: Staged, pending: Tensor, owners: Owners | None, stack: Lay
     counts = read(pending)
     _pending_counts(counts, record_rows, geometry.spec_query_len)
     live = live_rows(record_rows, slots)
-    order.check_committed(live, stack.corrections)
-    order.check_unflushed(live, counts, stack.corrections)
+    call_order.check_committed(live, stack.corrections)
+    call_order.check_unflushed(live, counts, stack.corrections)
     return live
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from functools import lru_cache
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -128,15 +129,36 @@ def check_inner(name: str, t: Tensor, dims: int) -> None:
         expected *= size
 
 
-def check_not_expanded(name: str, t: Tensor) -> None:
-    """Entries do not share memory, for they are written."""
-    if any(size > 1 and stride == 0 for size, stride in zip(t.shape, t.stride(), strict=True)):
-        fail(name, "entries with memory of their own", f"strides {t.stride()}, an expanded tensor")
+def check_entries_apart(name: str, t: Tensor) -> None:
+    """Entries do not share memory, for they are written. They may lie in any order, with any gaps."""
+    if _entries_meet(t.shape, t.stride()):
+        got = f"strides {t.stride()} of {list(t.shape)}, an expanded or overlapping tensor"
+        fail(name, "entries with memory of their own", got, "as .contiguous() gives them")
+
+
+@lru_cache(maxsize=1024)
+def _entries_meet(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether two entries have one address: steps along the dimensions then lead from the one to the other."""
+    dims = sorted(((s, n) for n, s in zip(shape, strides, strict=True) if n > 1), reverse=True)
+    return 0 not in shape and _steps_close(dims, 0, False)
+
+
+def _steps_close(dims: list[tuple[int, int]], gap: int, moved: bool) -> bool:
+    """Whether steps along `dims` (stride and size, by falling stride) close a gap; no step at all only if `moved`."""
+    if not dims:
+        return moved and gap == 0
+    (stride, size), *rest = dims
+    if stride == 0:
+        return gap == 0
+    # Only so many steps that the shorter ones can make up for the rest: none, where dimensions are nested.
+    reach = sum(s * (n - 1) for s, n in rest)
+    least, most = max(1 - size, -((reach - gap) // stride)), min(size - 1, (reach + gap) // stride)
+    return any(_steps_close(rest, gap - i * stride, moved or i != 0) for i in range(least, most + 1))
 
 
 def check_own_memory(name: str, t: Tensor, others: dict[str, Tensor], dim: int) -> None:
     """No token of `t` lies over a token of the others; tokens are dimension `dim`, contiguous within."""
-    check_not_expanded(name, t)
+    check_entries_apart(name, t)
     begin, step, width, end = _token_bytes(t, dim)
     for other, o in others.items():
         other_begin, other_step, other_width, other_end = _token_bytes(o, dim)

@@ -11,14 +11,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from . import backends, checked, order
+from . import backends, call_order, checked
 from .checks import (
     check_block_size,
     check_count,
+    check_entries_apart,
     check_flag,
     check_index,
     check_is_tensor,
-    check_not_expanded,
     check_tensor,
     fail,
 )
@@ -212,10 +212,10 @@ class KDARecoverSSMCommitContext(StateAccess):
         if checked.enabled(self.check):
             checked.bound(self.stack)
             checked.commit_values(commit, self.stack.geometry)
-            order.check_verified(self.stack.corrections, commit)
-            order.close_step(self.stack.corrections, commit)
+            call_order.check_verified(self.stack.corrections, commit)
+            call_order.close_step(self.stack.corrections, commit)
         else:
-            order.unseen("commit", self.stack.corrections)
+            call_order.unseen("commit", self.stack.corrections)
         launch("graphrt.commit", self._run_commit, commit)
 
     def flush(self, state_indices: Tensor, record_rows: Tensor, pending: Tensor, owners: Owners | None = None) -> None:
@@ -260,9 +260,9 @@ class KDARecoverSSMCommitContext(StateAccess):
         if checked.enabled(self.check):
             checked.bound(self.stack)
             live = checked.flush_values(state_indices, record_rows, pending, owners, self.stack)
-            order.note_fold(live, self.stack.corrections, zero)
+            call_order.note_fold(live, self.stack.corrections, zero)
         elif not zero:
-            order.unseen("flush", self.stack.corrections)
+            call_order.unseen("flush", self.stack.corrections)
         launch(name, self._run_fold_pending, state_indices, record_rows, pending, zero, owners)
 
     def _run_commit(self, commit: Commit) -> None:
@@ -292,8 +292,8 @@ class KDARecoverSSMCommitContext(StateAccess):
             check_index("record_rows", record_rows, batch, device)
         if pending is not None:
             check_index("pending", pending, self.stack.geometry.num_rows, device, exactly=True)
-            check_not_expanded("pending", pending)
-            order.check_not_taken(pending)
+            check_entries_apart("pending", pending)
+            call_order.check_not_taken(pending)
         if owners is not None:
             if not isinstance(owners, Owners):
                 fail("owners", "an Owners(staged, current)", type(owners).__name__)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .checks import FLOATS, check_count, check_head_dim, check_is_tensor, check_lower_bound, check_not_expanded, fail
+from .checks import FLOATS, check_count, check_entries_apart, check_head_dim, check_is_tensor, check_lower_bound, fail
 from .fixed import Fixed
 from .overlap import check_apart
 from .records import KDARecoverSSMRecords
@@ -294,7 +294,7 @@ def _check_fields(name: str, layer: KDALayerLike) -> None:
         dtypes = (wide,) if field == "recoverssm_records.correction" else FLOATS
         if tensor.dtype not in dtypes:
             fail(f"{name}.{field}", " or ".join(map(str, dtypes)), tensor.dtype)
-        check_not_expanded(f"{name}.{field}", tensor)
+        check_entries_apart(f"{name}.{field}", tensor)
 
 
 def _check_shapes(name: str, layer: KDALayerLike, spec_query_len: int, max_num_reqs: int) -> None:

@@ -24,10 +24,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .call_order import check_committed, check_unflushed, forget, read
 from .checks import check_kind, check_several, fail
 from .context import KDARecoverSSMCommitContext
 from .launch import refuse_in_recording
-from .order import check_committed, check_unflushed, forget, read
 from .slots import RecordSlots
 
 FORMAT = "graphrt-state"

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .call_order import forget_row
 from .checks import INT32_MAX, check_count, check_kind, check_several, check_step_device, fail
 from .fixed import Fixed
 from .launch import refuse_in_recording
-from .order import forget_row
 from .sentinels import NULL_BLOCK_ID
 from .state import StateAccess
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import checked, order
+from . import call_order, checked
 from .checks import check_count, check_is_tensor, check_kind, check_several, check_tensor, fail
 from .fixed import Fixed
 from .launch import refuse_in_recording
@@ -213,7 +213,7 @@ class StateAccess(Fixed):
 
     def _check_committed(self, row: int) -> None:
         if row >= 0 and checked.enabled(self.check):
-            order.check_committed([row], self.stack.corrections)
+            call_order.check_committed([row], self.stack.corrections)
 
     def _forget_pending(self, row: int, pending: Tensor) -> None:
         if row >= 0:

@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends, checked, order
+from . import backends, call_order, checked
 from .checks import (
     FLOATS,
     INT32_MAX,
     check_apart,
     check_count,
+    check_entries_apart,
     check_head_dim,
     check_index,
     check_inner,
     check_is_tensor,
     check_lower_bound,
-    check_not_expanded,
     check_own_memory,
     check_scratch_row,
     check_tensor,
     fail,
 )
 from .errors import error_counter
-from .fused import FusedConv, check_conv, check_fused
+from .fused import ARGUMENTS, FusedConv, check_conv, check_fused, conv_facts
 from .launch import launch
 from .overlap import check_pool_apart
 from .records import KDARecoverSSMRecords
@@ -172,9 +172,13 @@ def kda_conv_verify(
         ValueError: naming the argument, before anything is launched.
     """
     rows = Rows(query_start_loc, state_indices, record_rows, pending, spec_query_len)
-    conv = check_conv(conv_state, conv_weight, conv_bias, conv_dim_first, spec_query_len)
-    state, device = conv.state, conv_state.device
-    check_tensor("x", x, (None, state.shape[1]), (conv_state.dtype,), device)
+    conv = FusedConv(conv_state, conv_weight, conv_bias, conv_dim_first)
+    channels, device = conv_facts(x, conv)
+    convolution = check_conv(conv, channels, device, spec_query_len, ARGUMENTS)
+    state = convolution.state
+    check_tensor("x", x, (None, channels), FLOATS, device)
+    if x.dtype != state.dtype:
+        fail("x", f"{state.dtype}, as conv_state", x.dtype)
     check_inner("x", x, 1)
     _check_rows(rows, device, None)
     if out is None:
@@ -183,10 +187,14 @@ def kda_conv_verify(
     check_inner("out", out, 1)
     check_own_memory("out", out, {"x": x}, 0)
     check_apart("out", out, 0, {"conv_state": state})
+    read: dict[str, tuple[Tensor, int]] = {"x": (x, 0), "conv_weight": (conv_weight, 0)}
+    if conv_bias is not None:
+        read["conv_bias"] = (conv_bias, 0)
+    check_pool_apart("conv_state", state, read)
     num_rows = INT32_MAX if pending is None else pending.shape[0]
     if checked.enabled(check):
         checked.row_values(rows, x.shape[0], state.shape[0], num_rows)
-    inputs = (x, state, conv_weight, conv_bias, rows, conv.keeps_history, num_rows, out)
+    inputs = (x, state, conv_weight, conv_bias, rows, convolution.keeps_history, num_rows, out)
     launch("graphrt.conv_verify", _run_counted, backends.choose_conv(backend, x).conv_verify, *inputs)
     return out
 
@@ -215,8 +223,11 @@ def _verify(
         convolution = check_fused(conv, q, k, v, checkpoint, rows.spec_query_len)
         check_apart("out", out, 1, {"conv.conv_state": convolution.state})
         scratch = int(rows.record_rows is not None)
-        written = {name: (t, scratch * (name != "checkpoint_state")) for name, t in pools.items()}
-        check_pool_apart("conv.conv_state", convolution.state, written)
+        others = {name: (t, scratch * (name != "checkpoint_state")) for name, t in pools.items()}
+        read = {"q": q, "k": k, "v": v, "conv.weight": conv.weight, "conv.bias": conv.bias, "A_log": A_log}
+        read["dt_bias"] = dt_bias
+        others |= {name: (t, 0) for name, t in read.items() if t is not None}
+        check_pool_apart("conv.conv_state", convolution.state, others)
         conv_verify = backends.choose_conv(backend, q).conv_verify
         call = (chosen.fused_verify, conv_verify, *inputs, convolution, out)
     if checked.enabled(check):
@@ -225,9 +236,9 @@ def _verify(
         if conv is not None:
             checked.same_layer(conv.conv_state, checkpoint)
         # Last of all checks: a verify that is refused opens no step.
-        order.open_step(records.correction, rows)
+        call_order.open_step(records.correction, rows)
     else:
-        order.unseen("verify", [records.correction])
+        call_order.unseen("verify", [records.correction])
     launch(name, _run_counted, *call)
     return out
 
@@ -253,7 +264,7 @@ def _check_activations(
     if value_dim != key_dim:
         fail("checkpoint_state", "V = K in [slots, H, V, K]", list(checkpoint.shape))
     check_inner("checkpoint_state", checkpoint, 3)
-    check_not_expanded("checkpoint_state", checkpoint)
+    check_entries_apart("checkpoint_state", checkpoint)
     check_tensor("q", q, (1, None, heads, key_dim), FLOATS, device)
     tokens, kept = q.shape[1], (records.key_gate.dtype,)
     check_tensor("k", k, (1, tokens, heads, key_dim), kept, device)
@@ -286,7 +297,7 @@ def _check_records(records: KDARecoverSSMRecords, checkpoint: Tensor, rows: Rows
     check_tensor("records.key_gate", records.key_gate, (count, heads, window, 2 * key_dim), FLOATS, device)
     for name, t in (("records.correction", records.correction), ("records.key_gate", records.key_gate)):
         check_inner(name, t, 3)
-        check_not_expanded(name, t)
+        check_entries_apart(name, t)
         if rows.record_rows is not None:
             check_scratch_row(name, t)
 
@@ -304,4 +315,4 @@ def _check_rows(rows: Rows, device: torch.device, num_rows: int | None) -> None:
         fail("state_indices", f"at most {num_rows} rows, the record rows", batch, "or give record_rows")
     if rows.pending is not None:
         check_index("pending", rows.pending, num_rows or 1, device, exactly=num_rows is not None)
-        order.check_not_taken(rows.pending)
+        call_order.check_not_taken(rows.pending)

@@ -28,7 +28,7 @@ from torch import Tensor
 from truth import start
 
 import graphrt
-from graphrt import capture, order
+from graphrt import call_order, capture
 
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
 
@@ -200,7 +200,7 @@ class World:
 
     def intact(self) -> list[str]:
         # A verify in checked mode, and none of its commits: the next one starts from anew.
-        order._layers.clear()
+        call_order._layers.clear()
         changed = self.before.changed(slots=[1, 2], rows=[0, 1], pending=True)
         changed += ["pending of a stranger"] * (int(self.pool.pending[2]) != self.stranger)
         if changed:
@@ -254,9 +254,8 @@ def verify_calls(world: World) -> list[Call]:
     aliases = {
         "checkpoint_state": sizes, "records": ("raw_g", "k:"), "spec_query_len": ("records", "conv_state"),
         "q": ("k:", "out"), "v": ("out",), "state_indices": ("query_start_loc", "record_rows"), "pending": ("pending",),
-        "record_rows": ("record_rows",), "backend": ("backend",), "x": ("conv_state", "out"),
-        "conv_state": ("x:", "conv_weight", "conv_bias"), "conv_weight": ("conv_state",),
-        "conv_dim_first": ("conv_state", "x:"),
+        "record_rows": ("record_rows",), "backend": ("backend",), "x": ("out",),
+        "conv_weight": ("conv_state",), "conv_dim_first": ("conv_state",),
     }  # fmt: skip
     share = {"intact": world.intact, "aliases": aliases}
     return [
@@ -268,11 +267,7 @@ def verify_calls(world: World) -> list[Call]:
             fused,
             convolution,
             intact=world.intact,
-            aliases={
-                "conv_state": ("conv.", "q:", "k:", "v:"),
-                "weight": ("conv_state",),
-                "dim_first": ("conv_state",),
-            },
+            aliases={"weight": ("conv_state",), "dim_first": ("conv_state",)},
         ),
     ]
 

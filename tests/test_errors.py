@@ -274,11 +274,18 @@ def conv_arguments(pool):
 
 
 CONV_FAULTS = {
-    "x of other channels": ({"x": WRONG(8, 21)}, "x", ("20", "21")),
+    "x of other channels": ({"x": WRONG(8, 21)}, "x: expected", ("20", "21")),
     "x with scattered channels": ({"x": WRONG(20, 8).T}, "x", ()),
     "x of another dtype than the state": (
         {"x": WRONG(8, 20, dtype=torch.bfloat16)}, "x", ("float32", "bfloat16")),
-    "weight of other channels": ({"conv_weight": WRONG(21, 4)}, "conv_weight", ("20", "21")),
+    "state elsewhere": ({"conv_state": WRONG(12, 20, 7, device=META)}, "conv_state: expected", ("cpu", "meta")),
+    "state the other way round": ({"conv_state": WRONG(12, 7, 20)}, "conv_state: expected", ("20", "[12, 7, 20]")),
+    "state of other channels": ({"conv_state": WRONG(12, 24, 7)}, "conv_state: expected", ("20", "24")),
+    "state of overlapping slots": (
+        {"conv_state": WRONG(2000).as_strided((12, 20, 7), (133, 7, 1))}, "conv_state: expected", ("(133, 7, 1)",)),
+    "x elsewhere": ({"x": WRONG(8, 20, device=META)}, "x: expected", ("cpu", "meta")),
+    "weight elsewhere": ({"conv_weight": WRONG(20, 4, device=META)}, "conv_weight: expected", ("cpu", "meta")),
+    "weight of other channels": ({"conv_weight": WRONG(21, 4)}, "conv_weight: expected", ("20", "21")),
     "weight that fits no layout": ({"conv_weight": WRONG(20, 3)}, "conv_state", ()),
     "bias of other channels": ({"conv_bias": WRONG(4)}, "conv_bias", ("20", "4")),
     "pending without rows": ({"record_rows": None}, "record_rows", ("pending",)),

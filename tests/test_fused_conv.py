@@ -1,12 +1,14 @@
 """The convolution as an option of the verify: as by the convolution verify and the verify one after the other."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from rig import Pool, Target, same_bytes, whole
 from steps import Batch, Row, commit, conv_verify, core_verify, drain
 from test_errors import assert_refused
 
-from graphrt import FusedConv, allocate_records, kda_deferred_verify, kda_recoverssm_verify
+from graphrt import FusedConv, allocate_records, kda_conv_verify, kda_deferred_verify, kda_recoverssm_verify
 
 LAYOUTS = pytest.mark.parametrize("engine_layout", [False, True], ids=["hist+Q", "hist+Q-1"])
 FIRST = pytest.mark.parametrize("conv_dim_first", [True, False], ids=["dim first", "dim last"])
@@ -148,11 +150,14 @@ def test_without_record_rows_every_live_slot_is_written(backend_device):
         (lambda c: "conv", "conv", ("FusedConv",)),
         (lambda c: FusedConv(c.conv_state[:, :20], c.weight[:20], None), "conv.conv_state", ("96",)),
         (lambda c: FusedConv(c.conv_state[:2], c.weight, c.bias), "conv.conv_state", ("slots",)),
-        (lambda c: FusedConv(c.conv_state.double(), c.weight, c.bias), "q", ("float64",)),
-        (lambda c: FusedConv(c.conv_state, c.weight[:, :2], c.bias), "conv_state", ("columns",)),
+        (lambda c: FusedConv(c.conv_state.double(), c.weight, c.bias), "conv.conv_state", ("float32", "float64")),
+        (lambda c: FusedConv(c.conv_state.to("meta"), c.weight, c.bias), "conv.conv_state", ("cpu", "meta")),
+        (lambda c: FusedConv(c.conv_state.transpose(1, 2), c.weight, c.bias), "conv.conv_state", ("96", "dim_first")),
+        (lambda c: FusedConv(overlapping(c.conv_state), c.weight, c.bias), "conv.conv_state", ("(671, 7, 1)",)),
+        (lambda c: FusedConv(c.conv_state, c.weight[:, :2], c.bias), "conv.conv_state", ("columns",)),
         (lambda c: FusedConv(c.conv_state, c.weight[:3], c.bias), "conv.weight", ("96",)),
         (lambda c: FusedConv(c.conv_state, c.weight, c.bias[:3]), "conv.bias", ("96",)),
-        (lambda c: FusedConv(c.conv_state, c.weight, c.bias, dim_first=False), "conv.weight", ()),
+        (lambda c: FusedConv(c.conv_state, c.weight, c.bias, dim_first=False), "conv.conv_state", ("dim_first",)),
     ],
 )
 def test_a_convolution_that_does_not_fit_is_refused_by_name(change, name, words):
@@ -163,7 +168,12 @@ def test_a_convolution_that_does_not_fit_is_refused_by_name(change, name, words)
     c = pool.params[0]
     conv = change(FusedConv(pool.layers[0].kv_cache[0], c.conv_weight, c.conv_bias))
     batch = Batch(pool, [Row(3, 1, 4)])
-    assert_refused(lambda: fused(batch, deferred=True, conv=conv), name, words)
+    assert_refused(lambda: fused(batch, deferred=True, conv=conv), f"{name}: expected", words)
+
+
+def overlapping(state):
+    """Slots of which the last element is the first of the next one."""
+    return state.as_strided(state.shape, (state[0].numel() - 1, *state.stride()[1:]))
 
 
 def test_a_fused_verify_is_one_launch_of_a_recording():
@@ -208,6 +218,55 @@ def test_a_convolution_state_over_the_other_pools_is_refused():
     ):
         over = torch.empty(0).set_(home.untyped_storage(), offset, (4, 48, 7), (step, 7, 1))
         assert_refused(lambda over=over: verify(over), "conv.conv_state", ("memory of its own", f"that of {name} "))
+
+
+@pytest.mark.parametrize("over", ["q", "k", "v", "conv.weight", "conv.bias", "A_log", "dt_bias"])
+def test_a_convolution_state_over_what_the_verify_reads_is_refused(over):
+    """Writing the window's inputs would change projections, weights or gates while they are read, or for good."""
+    pool = fused_pool(Target("torch", "cpu"))
+    params, batch = pool.params[0], Batch(pool, [Row(3, 1, 4)])
+    state, dim_first = pool.layers[0].kv_cache[0], pool.shape.conv_dim_first
+    inside = state[5].flatten()
+    q, k, v = parts_of(pool, batch.tokens[0].x)
+    inputs = {"q": q, "k": k, "v": v, "conv.weight": params.conv_weight, "conv.bias": params.conv_bias}
+    inputs |= {"A_log": params.A_log, "dt_bias": params.dt_bias}
+    wanted = inputs[over]
+    inputs[over] = inside[: wanted.numel()].view(wanted.shape)
+    pool.params[0] = replace(params, A_log=inputs["A_log"], dt_bias=inputs["dt_bias"])
+    conv = FusedConv(state, inputs["conv.weight"], inputs["conv.bias"], dim_first)
+    call = lambda: fused(batch, deferred=True, conv=conv, parts=[inputs[name] for name in "qkv"])  # noqa: E731
+    assert_refused(call, "conv.conv_state: expected memory of its own", (f"got that of {over} ",))
+
+
+@pytest.mark.parametrize("over", ["x", "conv_weight", "conv_bias"])
+def test_a_convolution_verify_refuses_a_state_over_what_it_reads(over):
+    """The same in the convolution verify by itself."""
+    pool = fused_pool(Target("torch", "cpu"))
+    params, batch = pool.params[0], Batch(pool, [Row(3, 1, 4)])
+    state = pool.layers[0].kv_cache[0]
+    inputs = {"x": batch.tokens[0].x, "conv_weight": params.conv_weight, "conv_bias": params.conv_bias}
+    inputs[over] = state[5].flatten()[: inputs[over].numel()].view(inputs[over].shape)
+    rows = (batch.query_start_loc, batch.state_indices, pool.shape.query_len)
+    call = lambda: kda_conv_verify(inputs["x"], state, inputs["conv_weight"], inputs["conv_bias"], *rows)  # noqa: E731
+    assert_refused(call, "conv_state: expected memory of its own", (f"got that of {over} ",))
+
+
+def test_projections_and_weights_may_lie_beside_the_convolution_state():
+    """One block of memory for all of them, as engines with an arena have it, is no overlap."""
+    pool = fused_pool(Target("torch", "cpu"))
+    pool.fill(3)
+    params, batch = pool.params[0], Batch(pool, [Row(3, 1, 4)])
+    x, weight, bias = batch.tokens[0].x, params.conv_weight, params.conv_bias
+    state = pool.layers[0].kv_cache[0]
+    arena = torch.empty(sum(t.numel() for t in (x, weight, bias)) + 12 * state[0].numel())
+    placed, begin = [], 0
+    for t in (x, state, weight, bias):
+        part = arena[begin : begin + t.numel()].view(t.shape)
+        placed.append(part.copy_(t))
+        begin += t.numel()
+    beside = FusedConv(placed[1], placed[2], placed[3], pool.shape.conv_dim_first)
+    got = fused(batch, deferred=False, conv=beside, parts=parts_of(pool, placed[0]))
+    assert same_bytes(got, fused(batch, deferred=False))
 
 
 def test_checked_mode_tells_the_convolution_state_of_another_layer():

@@ -1,12 +1,15 @@
 """`create` refuses layers that share what a step writes, and takes layers that lie side by side in one allocation."""
 
 import dataclasses
+import itertools
+import random
 import re
 
 import pytest
 import torch
 
 from graphrt import KDADeferredCommitContext, KDALayer, allocate_records
+from graphrt.checks import check_entries_apart
 from graphrt.overlap import check_apart
 
 ROWS, SLOTS, HEADS, WINDOW, DIM, HIST = 3, 4, 2, 4, 16, 3
@@ -87,6 +90,60 @@ def test_layers_that_share_memory_are_refused_by_name(second, field):
     field = rf"\.{re.escape(field)}"
     with pytest.raises(ValueError, match=rf"^layers\[1\]{field}.* memory of its own, got that of layers\[0\]{field}"):
         create(layers)
+
+
+def squeezed(t, stride):
+    """The same memory with another slot stride."""
+    return t.as_strided(t.shape, (stride, *t.stride()[1:]), t.storage_offset())
+
+
+@pytest.mark.parametrize("field", ["kv_cache[0]", "kv_cache[1]", "correction", "key_gate"])
+@pytest.mark.parametrize("short", [1, 16])
+def test_a_pool_whose_slots_overlap_is_refused(field, short):
+    """One slot's last values would be the next one's first, so that a request writes a stranger's state."""
+    layer = make_layer()
+    pools, records = list(layer.kv_cache), layer.recoverssm_records
+    if field in ("correction", "key_gate"):
+        rows = getattr(records, field)
+        layer.recoverssm_records = dataclasses.replace(records, **{field: squeezed(rows, rows[0].numel() - short)})
+        field = f"recoverssm_records.{field}"
+    else:
+        i = int(field[-2])
+        pools[i] = squeezed(pools[i], pools[i][0].numel() - short)
+        layer.kv_cache = tuple(pools)
+    error = rf"^layers\[0\]\.{re.escape(field)}: expected entries with memory of their own, got strides"
+    with pytest.raises(ValueError, match=error):
+        create([layer])
+
+
+def test_slots_may_have_gaps_and_interleave():
+    """Padded slots, slots in the gaps of another pool, and channels of all slots side by side share no byte."""
+    conv, state = CONV[0] * CONV[1], HEADS * DIM * DIM
+    padded = make_layer(
+        conv=torch.zeros(SLOTS, conv + 24)[:, :conv].unflatten(-1, CONV),
+        checkpoint=torch.zeros(SLOTS, state + 16)[:, :state].unflatten(-1, (HEADS, DIM, DIM)),
+    )
+    woven = make_layer(conv=torch.zeros(CONV[1], SLOTS, CONV[0]).permute(1, 2, 0))
+    assert create([padded, woven]).backend == "torch"
+
+
+def test_whether_entries_meet_is_what_their_addresses_say():
+    """Every pair of sizes and strides drawn: refused exactly where two entries have the same address."""
+    draw, met = random.Random(0), set()
+    for _ in range(2000):
+        shape = [draw.randint(1, 4) for _ in range(draw.randint(1, 4))]
+        strides = [draw.randint(0, 20) for _ in shape]
+        t = torch.empty(300).as_strided(shape, strides)
+        steps = [torch.arange(n).mul(s) for n, s in zip(shape, strides, strict=True)]
+        addresses = {sum(map(int, place)) for place in itertools.product(*steps)}
+        try:
+            check_entries_apart("t", t)
+            refused = False
+        except ValueError:
+            refused = True
+        assert refused == (len(addresses) < t.numel()), (shape, strides)
+        met.add(refused)
+    assert met == {True, False}
 
 
 def test_a_layer_given_twice_is_refused():

@@ -190,7 +190,7 @@ MUTANTS = (
     ),
     Mutant(
         "checked mode forgets open steps",
-        "graphrt/order.py",
+        "graphrt/call_order.py",
         "    layer.open.update(live)\n",
         "",
         ("tests/test_checked.py",),
