@@ -358,6 +358,14 @@ def test_a_bound_that_is_a_whole_number_has_one_fingerprint():
     assert weights_fingerprint(whole.context) == weights_fingerprint(pool.context)
 
 
+@pytest.mark.parametrize("bound", [-4.0, None])
+def test_another_bound_of_the_gate_has_another_fingerprint(bound):
+    """Raw gates that are pending mean other decays under it, also under the softplus gate."""
+    pool = Pool(CPU, CPU.shape(layers=1, heads=1, lower_bound=-5.0))
+    other = Pool(CPU, CPU.shape(layers=1, heads=1, lower_bound=bound), params=pool.params)
+    assert weights_fingerprint(other.context) != weights_fingerprint(pool.context)
+
+
 def test_a_step_of_before_a_load_changes_nothing_of_who_was_loaded(tmp_path):
     """A service falls back to its file while a commit is under way: that commit is late."""
     pool, ledger = running(CPU)
