@@ -7,7 +7,7 @@ swapped, storage resized) or its owner makes a new one, a replay goes on with th
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -36,10 +36,14 @@ def check_named(tensors: object) -> Mapping[str, Tensor]:
     if not isinstance(tensors, Mapping):
         fail("tensors", "tensors by name, or a function that gives them", type(tensors).__name__)
     for name, t in tensors.items():
-        if not isinstance(t, Tensor) or t.layout is not torch.strided:
-            what = t.layout if isinstance(t, Tensor) else type(t).__name__
-            fail("tensors", "dense tensors by name", f"{what} for {name!r}")
+        if not _has_address(t):
+            what = f"{t.layout} on {t.device}" if isinstance(t, Tensor) else type(t).__name__
+            fail("tensors", "dense tensors by name, with memory", f"{what} for {name!r}")
     return tensors
+
+
+def _has_address(t: object) -> TypeGuard[Tensor]:
+    return isinstance(t, Tensor) and t.layout is torch.strided and not t.is_meta
 
 
 def argument_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
@@ -132,7 +136,7 @@ class Bindings:
             raise CaptureError(f"replay of {name!r}: its static tensors are gone ({what}); record again") from error
         for tensor_name, place in self._places.items():
             t = now.get(tensor_name) if isinstance(now, Mapping) else None
-            if not isinstance(t, Tensor) or t.data_ptr() != place:
+            if not _has_address(t) or t.data_ptr() != place:
                 raise CaptureError(
                     f"replay of {name!r}: static tensor {tensor_name!r} is not the one that was recorded; {_FIX}"
                 )

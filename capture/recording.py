@@ -13,7 +13,7 @@ from graphrt import profiling
 from graphrt.capture.bindings import Bindings
 from graphrt.capture.errors import CaptureError
 from graphrt.capture.topology import Topology
-from graphrt.checks import fail
+from graphrt.checks import check_path, fail
 from graphrt.fixed import Fixed
 
 _under_way: ContextVar[str | None] = ContextVar("graphrt_recording_under_way", default=None)
@@ -106,9 +106,7 @@ class Recording(Fixed, ABC):
         ValueError for another suffix, RuntimeError after `close`.
         """
         self._check_open("dump")
-        if not isinstance(path, (str, PathLike)):
-            fail("path", "a name that ends in .json or .dot", type(path).__name__)
-        target = Path(path)
+        target = Path(check_path("path", path, "a name that ends in .json or .dot"))
         if target.suffix == ".json":
             facts = {**self._topology().as_dict(), "pool_bytes": self.pool_bytes}
             target.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")

@@ -1,6 +1,7 @@
 """Host checks: what metadata shows is refused before anything is launched. No tensor value is read here."""
 
 import math
+import os
 from collections.abc import Iterable
 from functools import lru_cache
 from numbers import Real
@@ -49,6 +50,17 @@ def check_several(name: str, value: object, of: str) -> list[Any]:
     if not isinstance(value, Iterable):
         fail(name, of, type(value).__name__)
     return list(value)
+
+
+def check_path(name: str, path: object, expected: str) -> str:
+    """The name of a file, given as str or as a path of one."""
+    try:
+        text = os.fspath(path)  # type: ignore[call-overload]
+    except TypeError:
+        text = None
+    if not isinstance(text, str):
+        fail(name, expected, type(path).__name__)
+    return text
 
 
 def check_device(name: str, device: object) -> torch.device:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .checks import check_count, fail
+from .checks import check_count, check_path, fail
 
 if TYPE_CHECKING:
     from .context import KDARecoverSSMCommitContext
@@ -137,7 +137,8 @@ def _table(choice: object) -> tuple[Table, str]:
     if choice is None:
         return load_table(), "the shipped table"
     if isinstance(choice, PathLike):
-        return load_table(choice), Path(choice).name
+        path = Path(check_path("choice", choice, "a table, or the path of one"))
+        return load_table(path), path.name
     return _checked(choice), "the given table"
 
 

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .call_order import check_committed, check_unflushed, forget, read
-from .checks import check_kind, check_several, fail
+from .checks import check_kind, check_path, check_several, fail
 from .context import KDARecoverSSMCommitContext
 from .launch import refuse_in_recording
 from .slots import RecordSlots
@@ -61,15 +61,16 @@ def save_state(
     """Write checkpoints, convolution states, records, pending counts and the ledger to a file. Synchronises.
 
     Between a commit and the next verify only. What is pending stays pending. The file appears whole or not at all, also
-    if the machine stops in the middle, and is on the disk at the return.
+    if the machine stops in the middle, and is on the disk at the return. It takes the place of what had its name: a
+    symbolic link is replaced too, and what it leads to stays as it was.
 
     Args:
-        slots: the state slots to save, all of them by default.
+        slots: the state slots to save, each once; all of them by default.
         weights: the engine's own name for its weights, part of the fingerprint.
 
     Raises:
-        ValueError: for a slot that is not there, a ledger of another size, a request id that is neither str nor int, or
-            a path that leads to a folder, a pipe or a device, or is no UTF-8.
+        ValueError: for a slot that is not there or is given twice, a ledger of another size, a request id that is
+            neither str nor int, or a path that leads to a folder, a pipe or a device, or is no UTF-8.
         RuntimeError: in checked mode, if the last verify or flush of a record row was not committed.
         OSError: if it cannot be written; an earlier file of that name is as it was, unless only the last sync of its
             folder failed.
@@ -83,6 +84,8 @@ def save_state(
     for slot in chosen:
         if type(slot) is not int or not 0 <= slot < stack.geometry.num_slots:
             fail("slots", f"state slots below {stack.geometry.num_slots}", repr(slot))
+    if len(set(chosen)) < len(chosen):
+        fail("slots", "each state slot once", chosen)
     contents = ledger.contents()
     for request_id in (*contents["requests"], *contents["preempted"]):
         if type(request_id) not in (str, int):
@@ -170,7 +173,8 @@ def _load(path: Path, file: Any, context: KDARecoverSSMCommitContext, ledger: Re
     fingerprint = weights_fingerprint(context, weights)
     if theirs_of_weights != fingerprint:
         _refuse(path, "weights fingerprint", theirs_of_weights, fingerprint)
-    if any(type(slot) is not int or not 0 <= slot < context.stack.geometry.num_slots for slot in slots):
+    strange = any(type(slot) is not int or not 0 <= slot < context.stack.geometry.num_slots for slot in slots)
+    if strange or len(set(slots)) < len(slots):
         _refuse_damaged(path, f"slots {slots}")
     targets = [(name, t, slots if by_slot else None) for name, t, by_slot in _tensors(context)]
     targets += [("pending", ledger.pending, None)]
@@ -280,9 +284,7 @@ def _sizes(context: KDARecoverSSMCommitContext) -> dict[str, Any]:
 
 
 def _checked_path(path: object) -> Path:
-    name = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
-    if not isinstance(name, str):
-        fail("path", "a str or a path of one", type(path).__name__)
+    name = check_path("path", path, "a str or a path of one")
     if "\0" in name:
         fail("path", "the name of a file", repr(name))
     try:

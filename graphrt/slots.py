@@ -13,6 +13,9 @@ from .launch import refuse_in_recording
 from .sentinels import NULL_BLOCK_ID
 from .state import StateAccess
 
+MOST_BITS = 2048
+"""Of a request id that is an int."""
+
 
 class RecordSlots(Fixed):
     """Record rows 0..R-1 handed out to requests, and the per-row device counts that go with them.
@@ -65,7 +68,7 @@ class RecordSlots(Fixed):
         """Give a new request a clean row: pending zero, a new generation. Enqueues two small device writes.
 
         Raises:
-            ValueError: if the request owns a row already, or was preempted.
+            ValueError: if the request owns a row already, or was preempted; for an int of more than 2048 bits.
             RuntimeError: if no row is free.
         """
         refuse_in_recording("admit")
@@ -150,6 +153,7 @@ class RecordSlots(Fixed):
         try:
             return self._rows[request_id]
         except KeyError:
+            _check_id(request_id)
             way_out = "it was preempted, resume it first" if request_id in self._preempted else "admit it first"
             raise KeyError(f"request {request_id!r} owns no record row: {way_out}") from None
         except TypeError:
@@ -246,6 +250,8 @@ def _checked_contents(contents: Any, num_rows: int) -> tuple[dict[Hashable, int]
         free, saved = list(contents["free"]), list(contents["generations"])
     except (TypeError, ValueError) as error:
         fail("contents", "requests with their rows, and lists of the rest", error)
+    for request_id in (*owned, *waiting):
+        _check_id(request_id)
     rows = [*owned.values(), *free]
     if any(type(row) is not int for row in rows) or sorted(rows) != list(range(num_rows)):
         fail("contents", f"each of {num_rows} rows owned or free, once", rows)
@@ -259,6 +265,9 @@ def _checked_contents(contents: Any, num_rows: int) -> tuple[dict[Hashable, int]
 
 
 def _check_id(request_id: object) -> None:
+    # Python may be set to print no int of more than 640 digits: no error and no file could then name it.
+    if isinstance(request_id, int) and request_id.bit_length() > MOST_BITS:
+        fail("request_id", f"an id of at most {MOST_BITS} bits", f"an int of {request_id.bit_length()}")
     try:
         hash(request_id)
     except TypeError:

@@ -208,6 +208,7 @@ def test_a_file_whose_tensors_or_ledger_are_damaged_writes_nothing(tmp_path):
         {"slots": "[1, 12]"},
         {"slots": "[1, -1]"},
         {"slots": '["1", 2]'},
+        {"slots": "[4, 4]"},
         {"slots": "3"},
         {"ledger": "[]"},
         {"ledger": None},
@@ -327,6 +328,18 @@ def test_a_save_touches_no_file_but_its_own(tmp_path):
     assert all(other.read_text() == name for name, other in others.items())
 
 
+def test_a_symbolic_link_is_replaced_and_what_it_leads_to_stays(tmp_path):
+    """A file appears whole under its name, which a write through the link could not promise."""
+    pool, ledger = running(CPU)
+    (tmp_path / "old").write_text("old")
+    (tmp_path / "run").symlink_to("old")
+    save_state(tmp_path / "run", pool.context, ledger)
+    assert not (tmp_path / "run").is_symlink() and (tmp_path / "old").read_text() == "old"
+    other, loaded = empty(pool)
+    load_state(tmp_path / "run", other.context, loaded)
+    assert loaded.contents() == ledger.contents()
+
+
 def test_weights_may_have_any_name_that_a_path_can_have(tmp_path):
     """Bytes of a file name that are no UTF-8 come as lone surrogates."""
     pool, ledger = running(CPU)
@@ -376,6 +389,8 @@ def test_what_cannot_be_saved_or_loaded_is_named(tmp_path):
         save_state(tmp_path / "run", pool.context, RecordSlots(5, "cpu"))
     with pytest.raises(ValueError, match=r"^slots: expected state slots below 12, got 12"):
         save_state(tmp_path / "run", pool.context, ledger, slots=[4, 12])
+    with pytest.raises(ValueError, match=r"^slots: expected each state slot once, got \[4, 5, 4\]"):
+        save_state(tmp_path / "run", pool.context, ledger, slots=[4, 5, 4])
     save_state(tmp_path / "run", pool.context, ledger)
     with pytest.raises(ValueError, match=r"^ledger: expected one without requests, got one with 3 .*reset"):
         load_state(tmp_path / "run", pool.context, ledger)
@@ -384,7 +399,14 @@ def test_what_cannot_be_saved_or_loaded_is_named(tmp_path):
         save_state(tmp_path / "run", pool.context, ledger)
 
 
-@pytest.mark.parametrize("path", ["", ".", "folder", "run\0", b"run", 3, None])
+class Nowhere:
+    """A path whose name is a number."""
+
+    def __fspath__(self):
+        return 7
+
+
+@pytest.mark.parametrize("path", ["", ".", "folder", "run\0", b"run", 3, None, Nowhere()])
 def test_a_path_that_names_no_file_is_refused_by_name(tmp_path, monkeypatch, path):
     """On both ways, before anything is read or written."""
     monkeypatch.chdir(tmp_path)

@@ -95,6 +95,17 @@ def test_wrong_requests_are_named():
         slots.rows(["twice", "never"])
 
 
+@pytest.mark.parametrize("verb", ["admit", "resume", "release", "preempt", "row"])
+def test_an_id_too_long_to_print_is_refused_by_name(verb):
+    """Python prints no int of thousands of digits, so neither an error nor a file could say whose row it is."""
+    slots = RecordSlots(3, CPU)
+    with pytest.raises(ValueError, match=r"^request_id: expected an id of at most 2048 bits, got an int of 16610"):
+        getattr(slots, verb)(10**5000)
+    with pytest.raises(ValueError, match=r"^request_id: expected an id of at most 2048 bits"):
+        slots.restore(slots.contents() | {"preempted": [-(10**5000)]})
+    assert slots.admit(2**2048 - 1) == 0
+
+
 def test_a_thousand_cycles_leak_no_row():
     """Requests that come and go at random in any order leave every row free at the end."""
     slots, rng, live = RecordSlots(7, CPU), random.Random(1), {}

@@ -53,7 +53,7 @@ def test_an_owner_whose_buffers_are_gone_is_detected():
     inputs = Inputs(torch.zeros(3), [])
     total = torch.zeros(3)
     recording = record(lambda: total.add_(1), device="cpu", warmup=0, check=True, tensors=lambda: vars_of(inputs))
-    for gone in (None, [1.0]):
+    for gone in (None, [1.0], torch.eye(2).to_sparse(), torch.zeros(3, device="meta")):
         inputs.slots = gone
         with pytest.raises(CaptureError, match=r"static tensor 'slots' is not the one that was recorded"):
             recording.replay()

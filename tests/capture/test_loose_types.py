@@ -55,9 +55,21 @@ def parts():
     return Parts()
 
 
+class Nowhere:
+    """A path whose name is none."""
+
+    def __init__(self, name=7):
+        self.name = name
+
+    def __fspath__(self):
+        return self.name
+
+
 def nothing():
     """A function to record."""
 
+
+NO_MEMORY = ({"x": torch.eye(2).to_sparse()}, {"x": torch.zeros(2, device="meta")})
 
 # What the error begins with, the values that are refused, and the call that gets them.
 REFUSED = {
@@ -78,12 +90,12 @@ REFUSED = {
     "record warmup": (NOT_COUNTS, lambda p, v: record(nothing, device="cpu", warmup=v)),
     "record name": ((None, 3, b"x"), lambda p, v: record(nothing, device="cpu", name=v)),
     "record check": ((0, 1, "yes"), lambda p, v: record(nothing, device="cpu", check=v)),
-    "record tensors": ((3, [torch.zeros(1)], "x", {"x": 3}, {"x": None}, {"x": torch.eye(2).to_sparse()}), lambda p, v:
-        record(nothing, device="cpu", tensors=v)),
-    "function for record tensors": ((3, None, {"x": 3}, {"x": [torch.zeros(1)]}), lambda p, v: record(
+    "record tensors": ((3, [torch.zeros(1)], "x", {"x": 3}, {"x": None}, *NO_MEMORY), lambda p, v: record(
+        nothing, device="cpu", tensors=v)),
+    "function for record tensors": ((3, None, {"x": 3}, {"x": [torch.zeros(1)]}, *NO_MEMORY), lambda p, v: record(
         nothing, device="cpu", check=True, tensors=lambda: v)),
     "record pool": ((3, True, "pool", (1,)), lambda p, v: record(nothing, device="cpu", pool=v)),
-    "dump path": ((None, 3, b"x.json", "x.txt"), lambda p, v: p.recording.dump(v)),
+    "dump path": ((None, 3, b"x.json", "x.txt", Nowhere(), Nowhere(b"x.json")), lambda p, v: p.recording.dump(v)),
     "diff a": ((None, "x", 3), lambda p, v: diff(v, p.recording)),
     "diff b": ((None, "x", 3), lambda p, v: diff(p.recording, v)),
     "CommitRunner context": ((None, 3), lambda p, v: p.make_runner(context=v)),
@@ -92,7 +104,7 @@ REFUSED = {
     "CommitRunner capture_sizes": (NOT_SIZES, lambda p, v: p.make_runner(capture_sizes=v)),
     "CommitRunner mamba_block_size": ((0, -4, 4.0, True, "4"), lambda p, v: p.make_runner(mamba_block_size=v)),
     "CommitRunner eager": (NOT_FLAGS, lambda p, v: p.make_runner(eager=v)),
-    "CommitRunner choice": ((1, True, "maybe", {1: 2}), lambda p, v: p.make_runner(choice=v)),
+    "CommitRunner choice": ((1, True, "maybe", {1: 2}, Nowhere()), lambda p, v: p.make_runner(choice=v)),
     "capture sizes": (NOT_SIZES, lambda p, v: p.runner.capture(False, sizes=v)),
     "capture modes": (("commit", [], None, 3, ["fold"], [3], [[]], {"commit"}), lambda p, v: p.runner.capture(
         False, modes=v)),
