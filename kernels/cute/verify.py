@@ -37,7 +37,9 @@ their stores (209 instead of 234 at one request, but only since the states of a 
 step), on both (8930 instead of 8475 at 256); all Q records of the first item asked for before its pending count is
 known (224 instead of 222 at one request, 717 instead of 720 at 16, 2194 instead of 2142 at 64); more than one state
 fetched for another block, or later ones for oneself (2143 and 2323 instead of 2131 at 64); one item over two blocks
-where a block would have 1 to 3 (830 instead of 684 at 16); fewer blocks than multiprocessors (deferred.py).
+where a block would have 1 to 3 (830 instead of 684 at 16); fewer blocks than multiprocessors (deferred.py); two fold
+warpgroups on 64 rows each, for half the time from a state to its products (692 instead of 684 at 16, 2164 instead of
+2139 at 64, 8201 instead of 8241 at 256).
 
 Programmatic launch (order.py): launched `early`, state, records, history and the whole replay come before this kernel's
 wait; else every thread waits before its first access. The successor is released after the wait. Every block waits, also
@@ -271,6 +273,7 @@ class VerifyF32(VerifyRoles, VerifyRows):
                             ptx.store_shared(notice + rings.CONV, conv_state)
                             # A dummy row reads a live-looking slot but never writes it.
                             ptx.store_shared(notice + rings.WRITES, ptx.select(row >= 0, Int32(1), Int32(0)))
+                        self.fetch_state(conv, conv_state, h)
                     ptx.store_shared(value_at + rings.CORRECTION, correction)
                     out = tokens[5] + Int64(first) * token_strides[5] + Int64(h) * self.token_bytes
                     ptx.store_shared(value_at + rings.OUT, out)

@@ -9,6 +9,12 @@ state are those of q, then k, then v, head by head.
 A thread reads its channel's committed history, W - 1 inputs from column `start` on, before it waits for the window,
 and writes the state after it: history to the front, the window's inputs behind it. Nobody else has this channel; only
 where two blocks share a head do both read the history of q and k, and then each says so before the other writes.
+The loader brings a head's channels into L2 up to two items ahead, where they are whole 16 bytes: 787 µs instead of 796
+for 16 requests of 69 layers, 2598 instead of 2648 for 64.
+
+Accesses are narrow, 2 or 4 bytes of a channel. Tried for 64 requests, without a gain: the state written 16 bytes a
+thread by way of shared memory (2718 µs instead of 2662), history read so as well (2767), an item's history asked for
+before the item in front of it is written (2748 instead of 2648).
 """
 
 import cutlass
@@ -24,6 +30,15 @@ class VerifyConv(VerifyLayout):
     def channel(self, kind, h, c):
         """Index in conv_dim of channel c of head h in q (0), k (1) or v (2)."""
         return (kind * self.heads + h) * K + c
+
+    @cute.jit
+    def fetch_state(self, conv, state: Int64, h: Int32):
+        """Bring a head's channels into L2 if its slot of the state is dense. One lane calls this."""
+        _, _, _, _, dim_stride, column_stride = conv
+        if (column_stride == self.size) & (dim_stride == self.columns * self.size) & ((state & Int64(15)) == Int64(0)):
+            for kind in cutlass.range_constexpr(3):
+                at = state + Int64(self.channel(kind, h, 0)) * dim_stride
+                ptx.bulk_prefetch(at, Int32(K * self.columns * self.size))
 
     def load_taps(self, conv, state, channel, n):
         """Of one channel, in the activations' dtype: history after n committed tokens, weights, and the bias.

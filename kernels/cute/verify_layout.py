@@ -38,6 +38,8 @@ class VerifyLayout:
         # Width of the convolution, 0 if q, k and v come convolved, and whether its state keeps the history.
         self.width, self.keeps = width, keeps
         self.size = dtype.width // 8
+        # Columns that a full window leaves in a channel of the convolution's state.
+        self.columns = q + max(width - 1, 0) - (not keeps)
         self.token_bytes = K * self.size  # one head's q, k, v or gate of a token
         self.key_gate_bytes = 2 * self.token_bytes
         self.window_bytes = q * self.token_bytes
