@@ -126,7 +126,7 @@ def check_replay(
 
     Memory: three copies of `tensors`, and two of the results.
     """
-    check_count("steps", steps, 1)
+    steps = check_count("steps", steps, 1)
     check_callable("eager_fn", eager_fn)
     check_callable("inputs_of_step", inputs_of_step)
     check_callable("sequence.replay", getattr(sequence, "replay", None))

@@ -14,7 +14,7 @@ from graphrt.capture.pinned import PinnedRing
 from graphrt.capture.recording import is_under_way
 from graphrt.capture.sources import Source, as_tensor, check_sources
 from graphrt.capture.static import allocate_rows, cut_rows
-from graphrt.checks import check_count, check_flag, check_kind, check_step_device, fail
+from graphrt.checks import check_count, check_flag, check_kind, check_step_device, fail, plain_int
 from graphrt.errors import canonical, error_counter
 from graphrt.fixed import Fixed
 from graphrt.launch import is_recording, launch, refuse_in_recording
@@ -70,9 +70,9 @@ class StepInputs(Fixed):
 
     def __post_init__(self) -> None:
         refuse_in_recording("StepInputs")
-        for name, least in (("max_num_reqs", 1), ("spec_query_len", 1), ("block_table_width", 0)):
-            check_count(name, getattr(self, name), least)
         put: Any = object.__setattr__
+        for name, least in (("max_num_reqs", 1), ("spec_query_len", 1), ("block_table_width", 0)):
+            put(self, name, check_count(name, getattr(self, name), least))
         put(self, "device", canonical(check_step_device("device", self.device)))
         if self.ledger is not None:
             check_kind("ledger", self.ledger, RecordSlots)
@@ -96,10 +96,12 @@ class StepInputs(Fixed):
         """Whom the first `num_reqs` rows were staged for, as commit, flush and drain take it; None without a ledger."""
         return None if self.ledger is None else Owners(self.rows(num_reqs).generation, self.ledger.generation)
 
-    def check_num_reqs(self, num_reqs: object, least: int) -> None:
-        """ValueError unless it is an int from `least` to `max_num_reqs`."""
-        if type(num_reqs) is not int or not least <= num_reqs <= self.max_num_reqs:
+    def check_num_reqs(self, num_reqs: object, least: int) -> int:
+        """It as one of Python's ints. ValueError unless it is an int from `least` to `max_num_reqs`."""
+        count = plain_int(num_reqs)
+        if count is None or not least <= count <= self.max_num_reqs:
             fail("num_reqs", f"{least}..{self.max_num_reqs} (max_num_reqs)", repr(num_reqs))
+        return count
 
     def rows(self, num_reqs: int) -> Staged:
         """The static tensors cut to `num_reqs` rows: the same objects at every call.
@@ -107,7 +109,7 @@ class StepInputs(Fixed):
         Raises:
             ValueError: if there are not so many rows.
         """
-        self.check_num_reqs(num_reqs, 1)
+        num_reqs = self.check_num_reqs(num_reqs, 1)
         cut = self._rows.get(num_reqs)
         if cut is None:
             cut = self._rows[num_reqs] = cut_rows(self._all, num_reqs)
@@ -153,7 +155,7 @@ class StepInputs(Fixed):
         """
         # Asked here and not by a call, which every step would pay for.
         if type(num_reqs) is not int or not 0 <= num_reqs <= self.max_num_reqs:
-            self.check_num_reqs(num_reqs, 0)
+            num_reqs = self.check_num_reqs(num_reqs, 0)
         values: list[Any] = [
             state_indices, record_rows, query_start_loc, num_accepted_tokens, eager, request_indices,
             num_computed_tokens, block_table, generation,
@@ -209,7 +211,7 @@ def dummy_inputs(inputs: StepInputs, num_reqs: int, *, dcp: bool = False) -> Non
     """
     check_kind("inputs", inputs, StepInputs)
     check_flag("dcp", dcp)
-    inputs.check_num_reqs(num_reqs, 0)
+    num_reqs = inputs.check_num_reqs(num_reqs, 0)
     if not dcp:
         inputs.stage(num_reqs=0)
         return

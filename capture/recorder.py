@@ -56,7 +56,7 @@ def record(
     """
     place = check_step_device("device", device)
     check_callable("fn", fn)
-    check_count("warmup", warmup, 0)
+    warmup = check_count("warmup", warmup, 0)
     check_kind("name", name, str)
     if check is not None:
         check_flag("check", check)

@@ -29,8 +29,8 @@ _RANGES = {mode: (profiling.LAUNCH_CATEGORIES[f"graphrt.{mode}"], f"graphrt.{mod
 
 def check_parts(
     context: KDARecoverSSMCommitContext, pending: Tensor, inputs: StepInputs, mamba_block_size: int | None
-) -> None:
-    """Whether these parts can work together.
+) -> int | None:
+    """Whether these parts can work together; returns the block size.
 
     Raises:
         ValueError: naming the one that does not fit.
@@ -57,10 +57,11 @@ def check_parts(
     if inputs.max_num_reqs > capacity:
         fail("inputs", f"at most {capacity} rows, the context's max_num_reqs", inputs.max_num_reqs)
     if mamba_block_size is None:
-        return
-    check_block_size(mamba_block_size, context.spec_query_len)
+        return None
+    block_size = check_block_size(mamba_block_size, context.spec_query_len)
     if inputs.block_table_width < 1:
         fail("inputs", "a block_table_width of at least 1, since mamba_block_size is given", inputs.block_table_width)
+    return block_size
 
 
 def settle(context: KDARecoverSSMCommitContext, choice: Choice) -> CommitChoice:
@@ -128,11 +129,11 @@ class CommitRunner(Fixed):
         choice: Choice = None,
     ) -> None:
         refuse_in_recording("CommitRunner")
-        check_parts(context, pending, inputs, mamba_block_size)
+        self.mamba_block_size = check_parts(context, pending, inputs, mamba_block_size)
         check_flag("eager", eager)
         self.context, self.pending, self.inputs = context, pending, inputs
         self.capture_sizes = check_sizes(capture_sizes, inputs.max_num_reqs)
-        self.mamba_block_size, self.eager = mamba_block_size, eager
+        self.eager = eager
         self.choice = settle(context, choice)
         with torch.inference_mode(False):  # it outlives the caller's mode
             self._all_eager = torch.ones(inputs.max_num_reqs, dtype=torch.uint8, device=inputs.device)
@@ -214,6 +215,8 @@ class CommitRunner(Fixed):
         self._recordings.close()
 
     def _run(self, mode: str, num_reqs: int) -> None:
+        if type(num_reqs) is not int:
+            num_reqs = self.inputs.check_num_reqs(num_reqs, 0)
         checks = checked.enabled(self.context.check)
         note = self._check_values(mode, num_reqs) if checks else None
         if profiling.ranges is None:

@@ -13,7 +13,7 @@ from graphrt.capture.bindings import StaticTensors
 from graphrt.capture.progress import CaptureProgress
 from graphrt.capture.recorder import record
 from graphrt.capture.recording import Recording
-from graphrt.checks import check_flag, fail
+from graphrt.checks import check_flag, fail, plain_int
 
 log = logging.getLogger("graphrt")
 
@@ -51,10 +51,12 @@ def check_sizes(sizes: Iterable[int] | None, most: int, name: str = "capture_siz
     if sizes is None:
         return power_of_two_sizes(most)
     listed = isinstance(sizes, Iterable) and not isinstance(sizes, (str, bytes, Mapping, Tensor))
-    found = list(sizes) if listed else []
-    if not found or not all(type(size) is int and 1 <= size <= most for size in found):
-        fail(name, f"at least one int, each in 1..{most} (max_num_reqs)", repr(found or sizes))
-    return sorted(set(found))
+    given = list(sizes) if listed else []
+    counts = [plain_int(size) for size in given]
+    found = {count for count in counts if count is not None and 1 <= count <= most}
+    if not counts or any(count not in found for count in counts):
+        fail(name, f"at least one int, each in 1..{most} (max_num_reqs)", repr(given or sizes))
+    return sorted(found)
 
 
 class SizedRecordings:

@@ -119,13 +119,12 @@ class DecodeStep(Fixed):
         choice: Choice = None,
     ) -> None:
         refuse_in_recording("DecodeStep")
-        check_parts(context, pending, inputs, mamba_block_size)
+        self.mamba_block_size = check_parts(context, pending, inputs, mamba_block_size)
         check_callable("verify", verify)
         check_callable("sample", sample)
         check_flag("flush", flush)
         self.context, self.pending, self.inputs = context, pending, inputs
         self.verify, self.sample = verify, sample
-        self.mamba_block_size = mamba_block_size
         self.choice = settle(context, choice)
         most, device = inputs.max_num_reqs, inputs.device
         self.capture_sizes = check_sizes([most] if capture_sizes is None else capture_sizes, most)
@@ -189,7 +188,9 @@ class DecodeStep(Fixed):
             RuntimeError: before capture and after close. ValueError: for more rows than the inputs have, or a negative
             number of steps; in checked mode also for a bad value that was staged, or that the step before left.
         """
-        check_count("steps", steps, 0)
+        steps = check_count("steps", steps, 0)
+        if type(num_reqs) is not int:
+            num_reqs = self.inputs.check_num_reqs(num_reqs, 0)
         for _ in range(steps):
             if profiling.ranges is None:
                 self._replay(num_reqs)

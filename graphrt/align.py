@@ -32,7 +32,7 @@ def align_eager_mask(
     device = query_start_loc.device
     check_index("query_start_loc", query_start_loc, 1, device)
     batch = query_start_loc.shape[0] - 1
-    check_count("mamba_block_size", mamba_block_size, 1)
+    mamba_block_size = check_count("mamba_block_size", mamba_block_size, 1)
     requests = batch if request_indices is None else 0
     check_index("num_computed_tokens", num_computed_tokens, requests, device)
     if request_indices is not None:
@@ -70,7 +70,7 @@ def align_state_indices(
     """
     check_is_tensor("block_table", block_table)
     device = block_table.device
-    check_count("mamba_block_size", mamba_block_size, 1)
+    mamba_block_size = check_count("mamba_block_size", mamba_block_size, 1)
     check_tensor("block_table", block_table, (None, None), (torch.int32,), device)
     requests = block_table.shape[0]
     check_index("num_computed_tokens", num_computed_tokens, requests, device, exactly=True)

@@ -1,6 +1,7 @@
 """Host checks: what metadata shows is refused before anything is launched. No tensor value is read here."""
 
 import math
+import operator
 import os
 from collections.abc import Iterable
 from functools import lru_cache
@@ -19,12 +20,26 @@ def fail(name: str, expected: object, got: object, hint: str = "") -> NoReturn:
     raise ValueError(f"{name}: expected {expected}, got {got}" + (f" ({hint})" if hint else ""))
 
 
-def check_count(name: str, value: object, at_least: int) -> None:
-    """An int that kernels take as one of 32 bits."""
-    if isinstance(value, bool) or not isinstance(value, int):
+def plain_int(value: object) -> int | None:
+    """An int of any kind, NumPy's too, as one of Python's; None for a bool, a tensor, and all else that is no int."""
+    if type(value) is int:
+        return value
+    if isinstance(value, (bool, Tensor)):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def check_count(name: str, value: object, at_least: int) -> int:
+    """An int that kernels take as one of 32 bits, as one of Python's own."""
+    count = plain_int(value)
+    if count is None:
         fail(name, f"an int of at least {at_least}", type(value).__name__)
-    if not at_least <= value <= INT32_MAX:
-        fail(name, f"at least {at_least}" if value < at_least else f"at most {INT32_MAX}", value)
+    if not at_least <= count <= INT32_MAX:
+        fail(name, f"at least {at_least}" if count < at_least else f"at most {INT32_MAX}", count)
+    return count
 
 
 def check_flag(name: str, value: object) -> None:
@@ -84,16 +99,19 @@ def check_step_device(name: str, device: object) -> torch.device:
     return place
 
 
-def check_block_size(size: object, spec_query_len: int) -> None:
+def check_block_size(size: object, spec_query_len: int) -> int:
     """Align mode: a window reaches one block boundary at most."""
-    if isinstance(size, int) and size < spec_query_len:
+    count = plain_int(size)
+    if count is not None and count < spec_query_len:
         fail("mamba_block_size", f"at least one window, spec_query_len {spec_query_len}", size)
-    check_count("mamba_block_size", size, 1)
+    return check_count("mamba_block_size", size, 1)
 
 
-def check_head_dim(name: str, dim: object) -> None:
-    if not isinstance(dim, int) or dim < 16 or dim & (dim - 1):
+def check_head_dim(name: str, dim: object) -> int:
+    count = plain_int(dim)
+    if count is None or count < 16 or count & (count - 1):
         fail(name, "a power of two of at least 16", dim)
+    return count
 
 
 def check_lower_bound(name: str, lower_bound: object) -> None:

@@ -21,6 +21,7 @@ from .checks import (
     check_is_tensor,
     check_tensor,
     fail,
+    plain_int,
 )
 from .errors import error_counter
 from .launch import launch, refuse_in_recording
@@ -74,8 +75,8 @@ class KDARecoverSSMCommitContext(StateAccess):
             ValueError: naming the layer and field that does not fit, or the backend that cannot run.
         """
         refuse_in_recording("create")
-        check_count("spec_query_len", spec_query_len, 1)
-        check_count("max_num_reqs", max_num_reqs, 1)
+        spec_query_len = check_count("spec_query_len", spec_query_len, 1)
+        max_num_reqs = check_count("max_num_reqs", max_num_reqs, 1)
         check_flag("conv_dim_first", conv_dim_first)
         if check is not None:
             check_flag("check", check)
@@ -204,9 +205,10 @@ class KDARecoverSSMCommitContext(StateAccess):
         check_index("state_indices", state_indices, 0, self.stack.device)
         if state_indices.shape[0] == 0:
             return
+        # What is no int is refused by its name, with the other arguments.
         commit = Commit(
             num_accepted_tokens, state_indices, query_start_loc, request_indices, block_table, num_computed_tokens,
-            mamba_block_size, record_rows, pending, _as_bytes(eager), owners,
+            plain_int(mamba_block_size) or mamba_block_size, record_rows, pending, _as_bytes(eager), owners,
         )  # fmt: skip
         self._check_commit(commit)
         if checked.enabled(self.check):

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from .checks import (
     FLOATS,
-    check_count,
     check_entries_apart,
     check_flag,
     check_inner,
@@ -61,7 +60,6 @@ def check_conv(
     state_name, weight_name, bias_name, order_name = names
     weight, bias = conv.weight, conv.bias
     check_is_tensor(state_name, conv.conv_state)
-    check_count("spec_query_len", spec_query_len, 1)
     check_flag(order_name, conv.dim_first)
     state = conv.conv_state if conv.dim_first or conv.conv_state.ndim != 3 else conv.conv_state.transpose(1, 2)
     check_tensor(state_name, state, (None, None, None), FLOATS, device)

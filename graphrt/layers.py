@@ -232,7 +232,7 @@ def conv_history(layer: KDALayerLike, columns: int, spec_query_len: int, conv_wi
     `hist = C - Q + 1`.
     """
     if conv_width is not None:
-        check_count("conv_width", conv_width, 2)
+        conv_width = check_count("conv_width", conv_width, 2)
     weight = getattr(layer, "conv_weight", None)
     if conv_width is None and weight is not None:
         if not isinstance(weight, Tensor) or weight.ndim != 2:
@@ -279,8 +279,6 @@ def _check_fields(name: str, layer: KDALayerLike) -> None:
     lacking = [field for field in _FIELDS if not hasattr(layer, field)]
     if lacking:
         fail(name, f"an object with {', '.join(_FIELDS)}", f"a {type(layer).__name__} without {', '.join(lacking)}")
-    check_count(f"{name}.local_num_heads", layer.local_num_heads, 1)
-    check_head_dim(f"{name}.head_dim", layer.head_dim)
     check_lower_bound(f"{name}.gate_lower_bound", layer.gate_lower_bound)
     # An engine may keep tensors of its own behind the two.
     if not isinstance(layer.kv_cache, Sequence) or len(layer.kv_cache) < 2:
@@ -298,7 +296,8 @@ def _check_fields(name: str, layer: KDALayerLike) -> None:
 
 
 def _check_shapes(name: str, layer: KDALayerLike, spec_query_len: int, max_num_reqs: int) -> None:
-    heads, dim = layer.local_num_heads, layer.head_dim
+    heads = check_count(f"{name}.local_num_heads", layer.local_num_heads, 1)
+    dim = check_head_dim(f"{name}.head_dim", layer.head_dim)
     conv_state, checkpoint, correction, key_gate, A_log, dt_bias = _tensors_of(layer).values()
     if conv_state.ndim != 3:
         fail(f"{name}.kv_cache[0]", "three dimensions [slots, conv_dim, C]", list(conv_state.shape))

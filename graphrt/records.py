@@ -55,8 +55,7 @@ def allocate_records(
         "spec_query_len": spec_query_len,
         "head_dim": head_dim,
     }
-    for name, size in sizes.items():
-        check_count(name, size, 1)
+    max_num_reqs, num_heads, spec_query_len, head_dim = (check_count(name, size, 1) for name, size in sizes.items())
     if dtype not in FLOATS:
         fail("dtype", "a floating dtype of 16 bits or more", dtype)
     device = check_device("device", device)

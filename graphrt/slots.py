@@ -39,7 +39,7 @@ class RecordSlots(Fixed):
 
     def __init__(self, max_num_reqs: int, device: torch.device | str) -> None:
         refuse_in_recording("RecordSlots")
-        check_count("max_num_reqs", max_num_reqs, 1)
+        max_num_reqs = check_count("max_num_reqs", max_num_reqs, 1)
         self.pending, self.generation = allocate_counts(max_num_reqs, check_step_device("device", device))
         self._rows: dict[Hashable, int] = {}
         self._preempted: set[Hashable] = set()

@@ -196,7 +196,7 @@ class StateAccess(Fixed):
             num_reqs: rows of that commit, not padded: entries behind them may be those of an earlier, larger step.
         """
         capacity = self.plan.commit_lens.shape[0]
-        check_count("num_reqs", num_reqs, 0)
+        num_reqs = check_count("num_reqs", num_reqs, 0)
         if num_reqs > capacity:
             fail("num_reqs", f"0..{capacity} (max_num_reqs)", num_reqs)
         both = torch.stack((self.plan.boundary_state_indices, self.plan.boundary_recovery_lens))[:, :num_reqs]

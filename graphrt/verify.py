@@ -85,7 +85,7 @@ def kda_recoverssm_verify(
     Raises:
         ValueError: naming the argument, before anything is launched.
     """
-    rows = Rows(query_start_loc, state_indices, record_rows, None, spec_query_len)
+    rows = Rows(query_start_loc, state_indices, record_rows, None, check_count("spec_query_len", spec_query_len, 1))
     inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint_state, records)
     return _verify("graphrt.verify", *inputs, rows, conv, out, backend, check)
 
@@ -129,7 +129,7 @@ def kda_deferred_verify(
             None,
             "kda_recoverssm_verify replays nothing",
         )
-    rows = Rows(query_start_loc, state_indices, record_rows, pending, spec_query_len)
+    rows = Rows(query_start_loc, state_indices, record_rows, pending, check_count("spec_query_len", spec_query_len, 1))
     inputs = (q, k, v, raw_g, raw_beta, A_log, dt_bias, lower_bound, checkpoint_state, records)
     return _verify("graphrt.deferred_verify", *inputs, rows, conv, out, backend, check)
 
@@ -171,10 +171,10 @@ def kda_conv_verify(
     Raises:
         ValueError: naming the argument, before anything is launched.
     """
-    rows = Rows(query_start_loc, state_indices, record_rows, pending, spec_query_len)
+    rows = Rows(query_start_loc, state_indices, record_rows, pending, check_count("spec_query_len", spec_query_len, 1))
     conv = FusedConv(conv_state, conv_weight, conv_bias, conv_dim_first)
     channels, device = conv_facts(x, conv)
-    convolution = check_conv(conv, channels, device, spec_query_len, ARGUMENTS)
+    convolution = check_conv(conv, channels, device, rows.spec_query_len, ARGUMENTS)
     state = convolution.state
     check_tensor("x", x, (None, channels), FLOATS, device)
     if x.dtype != state.dtype:
@@ -291,7 +291,6 @@ def _check_records(records: KDARecoverSSMRecords, checkpoint: Tensor, rows: Rows
     _, heads, value_dim, key_dim = checkpoint.shape
     wide = torch.float64 if checkpoint.dtype == torch.float64 else torch.float32
     window, device = rows.spec_query_len, checkpoint.device
-    check_count("spec_query_len", window, 1)
     check_tensor("records.correction", records.correction, (None, heads, window, value_dim), (wide,), device)
     count = records.correction.shape[0]
     check_tensor("records.key_gate", records.key_gate, (count, heads, window, 2 * key_dim), FLOATS, device)

@@ -97,12 +97,14 @@ def _run_verifies(stack: LayerStack, layer: int, rows: Rows, shift: int) -> None
 def _run_convolutions(stack: LayerStack, state: Tensor, rows: Rows, backend: Backend, shift: int) -> None:
     """The convolutions of a layer on tokens that start `shift` elements off 16 bytes."""
     channels, device = state.shape[1], stack.device
-    x = torch.zeros(1, shift + channels, dtype=state.dtype, device=device)[:, shift:]
+    # A multiple of 16 elements from token to token, as gaps make it where the channels do not.
+    width = -(-(shift + channels) // 16) * 16
+    x, out = (torch.zeros(1, width, dtype=state.dtype, device=device)[:, shift : shift + channels] for _ in range(2))
     for dtype, has_bias in stack.conv_kinds:
         weight = torch.zeros(channels, stack.hist + 1, dtype=dtype, device=device)
         bias = weight[:, 0].contiguous() if has_bias else None
         backend.conv_verify(
-            x, state, weight, bias, rows, stack.conv_keeps_history, stack.geometry.num_rows, torch.empty_like(x),
+            x, state, weight, bias, rows, stack.conv_keeps_history, stack.geometry.num_rows, out,
             unread_counter(device),
         )  # fmt: skip
 

@@ -552,7 +552,8 @@ def capture_calls(world: World) -> list[Call]:
         Call("StepInputs.rows", inputs.rows, lambda: {"num_reqs": 2}, **share),
         Call("StepInputs.stage", inputs.stage, recorded.staged, intact=world.intact,
              aliases={"num_reqs": ("entries", "requests"), "request_indices": ("requests",), "device": ("Device",)}),
-        Call("StepInputs.stage, tensors", inputs.stage, recorded.staged_tensors, **share),
+        Call("StepInputs.stage, tensors", inputs.stage, recorded.staged_tensors, intact=world.intact,
+             aliases={"num_reqs": ("entries",)}),
         Call("dummy_inputs", capture.dummy_inputs, lambda: {"inputs": inputs, "num_reqs": 2, "dcp": True}, **share),
         Call("CommitRunner", capture.CommitRunner, built, **share),
         Call("CommitRunner.capture", make(runner.capture), lambda: {

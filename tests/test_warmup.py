@@ -154,6 +154,48 @@ def test_every_launch_is_of_a_variant_that_the_warm_up_ran(layout, monkeypatch):
     assert ready - used == set()
 
 
+ODD = {"conv_dim": 20}
+"""Channels of which no two tokens start on 16 bytes, unless there are gaps between them."""
+
+
+def odd_convolutions(pool):
+    """Convolution verifies of so many channels: tokens and outputs with gaps or without, on 16 bytes or not."""
+    x = torch.zeros(8, 48, dtype=pool.shape.act, device=pool.device)
+    batch = Batch(pool, [Row(1, 0, 4), Row(2, 1, 4)])
+    places = [x[:, :20], x[:, 20:40], x.view(-1)[: 8 * 20].view(8, 20), x.view(-1)[1 : 1 + 8 * 20].view(8, 20)]
+    for place in places:
+        batch.tokens[0].x = place
+        for out in (None, x.clone()[:, :20]):
+            for deferred in (True, False):
+                conv_verify(batch, 0, deferred=deferred, out=out)
+
+
+@interpreted
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["FP32", "engine's layout", "BF16"])
+def test_channels_that_are_no_multiple_of_16_have_their_variants(layout, monkeypatch):
+    """With gaps between the tokens each starts on 16 bytes: the fast variant, for a number of channels of its own."""
+    target = Target("triton", "cpu")
+    pool = Pool(target, target.shape(**(layout | ODD)))
+    with launches_kept(monkeypatch) as ready:
+        warm_up(pool)
+    with launches_kept(monkeypatch) as used:
+        odd_convolutions(pool)
+    assert len(used) == 2 and used - ready == set()
+    assert {variant for variant in ready - used if variant[0] == "graphrt_verify_conv_kernel"} == set()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["triton", pytest.param(FP32_DEFERRED, marks=pytest.mark.sm90)])
+def test_no_convolution_of_an_odd_number_of_channels_compiles_after_create(backend, monkeypatch):
+    """The same of the compiler itself."""
+    target = Target(backend, "cuda")
+    pool = Pool(target, target.shape(**ODD))
+    compiled = Compiled(monkeypatch)
+    odd_convolutions(pool)
+    torch.cuda.synchronize()
+    assert compiled.names == []
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.int8, torch.bool])
 def test_weights_that_no_convolution_takes_are_not_compiled_for(dtype):
     """An engine may keep its weights packed: what runs is then in the state's dtype, with a bias or without."""
