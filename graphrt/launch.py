@@ -49,12 +49,8 @@ def is_recording() -> bool:
     return _recorder.get() is not None
 
 
-AT_ONCE = (None, 0)
-"""`execution()` outside of every recording and capture."""
-
-
 def execution() -> tuple[object, int]:
-    """Where launches go from here, to compare: at once to the device, or into this recording or capture."""
+    """Where launches go from here, to compare: into this recording or capture, or at once to the device, (None, 0)."""
     return _recording.get(), current_capture()
 
 

@@ -72,7 +72,7 @@ def test_whether_anything_captures_is_asked_without_the_driver(driver):
     driver.number = 7
     assert capturing.is_capturing() and not launch.runs_at_once()
     assert set(driver.questions) == {"torch"}
-    assert launch.execution() == (None, 7) != launch.AT_ONCE
+    assert launch.execution() == (None, 7)
 
 
 def test_a_step_object_is_flushed_once_in_every_capture_of_somebody_elses(driver):

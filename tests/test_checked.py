@@ -63,6 +63,40 @@ def test_a_checked_verify_names_row_and_value(checked, rows, words, deferred, wh
     assert pool.errors() == {}
 
 
+OFFSET_FAULTS = [
+    pytest.param([1, 4, 8], ("query_start_loc, row 0", "expected 0", "got 1"), id="begin above 0"),
+    pytest.param([-1, 3, 7], ("query_start_loc, row 0", "expected 0", "got -1"), id="begin below 0"),
+    pytest.param([0, 4, 2], ("query_start_loc, row 1", "got -2"), id="decrease"),
+    pytest.param([0, 4, HUGE], ("query_start_loc, row 1", str(HUGE - 4)), id="span over Q"),
+]
+
+
+@pytest.mark.parametrize(("offsets", "words"), OFFSET_FAULTS)
+@pytest.mark.parametrize("call", ["verify", "conv", "commit"])
+def test_checked_mode_names_offsets_that_are_none(checked, offsets, words, call):
+    """Nothing is launched: every byte stays."""
+    pool, _ = checked_pool(checked)
+    batch = Batch(pool, [Row(3, 0, 4), Row(4, 1, 4)])
+    batch.query_start_loc = pool.int32(offsets)
+    before = Snapshot(pool)
+    calls = {
+        "verify": lambda: core_verify(batch, 0, deferred=True, **checked),
+        "conv": lambda: conv_verify(batch, 0, deferred=True, **checked),
+        "commit": lambda: commit(batch, [1, 1]),
+    }
+    assert_named(calls[call], *words)
+    assert before.changed() == [] and pool.errors() == {}
+
+
+@pytest.mark.parametrize("call", [core_verify, conv_verify], ids=["kda", "conv"])
+def test_checked_mode_names_offsets_past_the_tokens_that_are_given(checked, call):
+    """Each window is as long as it may be, and the last one ends behind T."""
+    pool, _ = checked_pool(checked)
+    batch = Batch(pool, [Row(3, 0, 4), Row(4, 1, 2)])
+    batch.query_start_loc = pool.int32([0, 4, 8])
+    assert_named(lambda: call(batch, 0, deferred=True, **checked), "query_start_loc, row 1", "at most 6", "got 8")
+
+
 @pytest.mark.parametrize("value", [-1, 5, HUGE])
 @pytest.mark.parametrize("call", ["verify", "conv", "flush", "drain"])
 def test_checked_mode_names_a_pending_count_out_of_range(checked, value, call):

@@ -183,6 +183,33 @@ def test_a_count_of_a_wider_step_commits_the_window_of_its_own(backend_device):
         commit(batch, [3])
 
 
+def test_a_window_that_is_taken_back_whole_leaves_no_trace(backend_device):
+    """Six tokens, four that nobody accepts, four of which two stand: state, history and outputs are those of the six
+    and the two (B33).
+    """
+    pool, _ = served(backend_device)
+    truths = start(pool, {0: 3})
+    for accepted in (4, 2, 0, 2):
+        run_step(Batch(pool, [Row(3, 0, 4)]), truths, [accepted])
+    drain(pool, [3], [0])
+    assert truths[0].position == 8
+    truths[0].assert_state(pool, 3)
+
+
+def test_a_fold_takes_the_records_of_the_verify_before_it(backend_device):
+    """Windows of four tokens, one, three and two: older records stay behind those of each, and are never folded
+    (B35).
+    """
+    pool, _ = served(backend_device)
+    truths = start(pool, {0: 3})
+    for tokens, accepted in ((4, 4), (1, 1), (3, 1), (2, 2)):
+        run_step(Batch(pool, [Row(3, 0, tokens)]), truths, [accepted])
+        assert pool.pending[0] == accepted
+    drain(pool, [3], [0])
+    assert truths[0].position == 8
+    truths[0].assert_state(pool, 3)
+
+
 @pytest.mark.parametrize("deferred", [True, False], ids=["deferred", "folded"])
 @pytest.mark.parametrize("accepted", range(5))
 def test_the_history_follows_every_accepted_count(backend_device, accepted, deferred):
@@ -224,7 +251,7 @@ def test_placeholders_behind_the_only_real_token_leave_no_trace(backend_device, 
 
 
 def test_all_ways_to_commit_leave_the_same_state(backend_device):
-    """Deferred and drained, eager row, folded at once: one trace, the same bytes (B39)."""
+    """Deferred and drained, eager row, folded at once: one trace, the same bytes (B39, B96)."""
     backend_device.spare(True)
     pool = Pool(backend_device, backend_device.shape(layers=1, heads=1))
     start(pool, {0: 3, 1: 4})

@@ -22,6 +22,11 @@ commit) with checkpoints of the same dtype. bytes: of checkpoints and of records
 
     python tools/bench_peers.py [--vllm WHEEL] [--fla WHEEL] [--csv PATH] [--json PATH]
     python tools/bench_peers.py --read CSV --plot PNG
+
+The table that ships with the package gets its entries of both backends, with half a window pending, from kept results:
+
+    python tools/bench_peers.py --read tools/results/h200/peers.csv --facts tools/results/h200/peers.json \
+        --choose graphrt/choice.json
 """
 
 import argparse
@@ -29,15 +34,18 @@ import csv
 import json
 import statistics
 import time
+from itertools import product
 from pathlib import Path
 
 import torch
 import triton
 from arguments import device_option, output_file, plot_file
+from choosing import put_choice
 from peer_steps import MAIN, Model, Step, agreeing, steps_of
 from peers import peers
 
 import graphrt
+from graphrt.choice import StepShape
 
 KIB = 1024
 
@@ -178,6 +186,21 @@ def plot(rows: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=80)
 
 
+def choose(rows: list[dict], facts: dict, path: Path) -> None:
+    """Put every backend and window with FP32 checkpoints into the table of eager or deferred commits."""
+    a = facts["args"]
+    for backend, window in product(a["backend"], a["window"]):
+        steps = {
+            (one["what"], int(one["batch"])): float(one["us"])
+            for one in rows
+            if (int(one["window"]), int(one["accepted"]), one["state"]) == (window, window // 2, "float32")
+        }
+        name = f"graphrt {backend}"
+        measured = [(batch, steps[f"{name} deferred", batch], steps[f"{name} eager", batch]) for batch in a["batch"]]
+        shape = StepShape(facts["device"], backend, a["layers"], a["heads"], a["head_dim"], window)
+        put_choice(path, shape, window // 2, measured)
+
+
 def write_csv(rows: list[dict], path: Path) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
@@ -238,13 +261,20 @@ def main():
     parser.add_argument("--json", type=output_file, help="facts of the run: card, versions, rate")
     parser.add_argument("--commit", default="", help="of graphrt, for the facts")
     parser.add_argument("--read", type=Path, help="rows of an earlier run instead of measuring")
+    parser.add_argument("--facts", type=Path, help="with --read: what --json kept of that run, for --choose")
     parser.add_argument("--plot", type=plot_file)
+    parser.add_argument(
+        "--choose", type=output_file, help="table in which the shapes get their entries (graphrt.choice)"
+    )
     args = parser.parse_args()
     if not (args.read or args.device or torch.cuda.is_available()):
         parser.error("it needs a CUDA device, and torch finds none")
+    if args.read and args.choose and not args.facts:
+        parser.error("--choose with --read needs the device and shape of that run: give its --json file as --facts")
     if args.read:
         with args.read.open() as file:
             rows = list(csv.DictReader(file))
+        facts = json.loads(args.facts.read_text(encoding="utf-8")) if args.facts else {}
     else:
         device = torch.device(args.device or "cuda")
         with peers(device, args.vllm, args.fla) as (vllm, fla):
@@ -257,6 +287,8 @@ def main():
         print("\n" + json.dumps(facts))
         if args.json:
             args.json.write_text(json.dumps(facts, indent=1) + "\n")
+    if args.choose:
+        choose(rows, facts, args.choose)
     if args.plot:
         plot([{key: str(value) for key, value in one.items()} for one in rows], args.plot)
 

@@ -31,15 +31,15 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import asdict
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 
 import torch
 from arguments import output_file, plot_file
+from choosing import put_choice
 
-from graphrt.choice import StepShape, first_deferred, load_table
+from graphrt.choice import StepShape
 
 K = 128
 KIB = 1024
@@ -156,12 +156,7 @@ def choose(results, path):
     """Put the results' device and shape into the table of the fewest requests from which on a step should defer."""
     a = results["args"]
     shape = StepShape(results["device"], "fp32_deferred", a["layers"], a["heads"], K, a["window"])
-    facts = asdict(shape)
-    table = load_table(path) if path.exists() else []
-    table = [entry for entry in table if any(entry.get(key) != value for key, value in facts.items())]
-    first = first_deferred((row["batch"], row["deferred"], row["eager"]) for row in results["rows"])
-    table.append(facts | {"pending": a["pending"], "deferred_from": first})
-    path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+    put_choice(path, shape, a["pending"], ((row["batch"], row["deferred"], row["eager"]) for row in results["rows"]))
 
 
 def plot(rows, path):

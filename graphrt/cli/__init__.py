@@ -18,7 +18,12 @@ app = typer.Typer(
 
 
 class Command(TyperCommand):
-    """A subcommand whose usage errors begin with what is wrong."""
+    """A subcommand whose help fills the terminal's lines, and whose usage errors begin with what is wrong."""
+
+    def __init__(self, *args: Any, help: str = "", **options: Any) -> None:
+        paragraphs = help.split("\n\n")
+        told = [text if text.startswith("\b") else text.replace("\n", " ") for text in paragraphs]
+        super().__init__(*args, help="\n\n".join(told), **options)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """As typer does. Its checks by pydantic put the name of pydantic's error in front."""

@@ -45,17 +45,19 @@ def demo(
 
 
 class _ProgressDisplay:
-    """One bar a phase on standard error, gone from the screen when the report is printed."""
+    """One bar a phase on standard error, gone from the screen when the report is printed; only on a terminal."""
 
     def __init__(self) -> None:
+        console = Console(stderr=True)
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("requests"),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=console,
             transient=True,
+            disable=not console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}
 

@@ -1,5 +1,6 @@
 """The `graphrt` command as a whole."""
 
+import re
 import subprocess
 import sys
 
@@ -21,6 +22,14 @@ def test_every_command_has_help_with_examples_and_json(command):
     assert f"graphrt {command}" in result.output.partition("Examples:")[2]
     assert "--json" in result.output
     assert CliRunner().invoke(app, [command, "-h"]).output == result.output
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_breaks_its_lines_where_the_terminal_ends(command):
+    """Not where the source does: on a wide terminal every paragraph in front of the examples is one line."""
+    wide = CliRunner(env={"COLUMNS": "1000"}).invoke(app, [command, "--help"]).output
+    prose = wide.partition("Examples:")[0].strip()
+    assert [paragraph for paragraph in re.split(r"\n\s*\n", prose) if "\n" in paragraph.strip()] == []
 
 
 def test_the_commands_are_these():

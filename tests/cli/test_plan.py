@@ -24,7 +24,7 @@ def planned(*arguments):
 
 
 def test_the_plan_is_what_is_allocated():
-    """Every part of a small model equals the bytes of the allocations of a real one, scratch rows included."""
+    """Every part of a small model equals the bytes of the allocations of a real one, scratch rows included (B96)."""
     model, service = Model("small", 3, 4, 16, 4, -5.0), Service(5, 6, 9, tensor_parallel=2, block_table_width=3)
     heads, window = 2, 5
     layers = [

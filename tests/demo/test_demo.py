@@ -42,6 +42,7 @@ def test_the_demo_passes_and_writes_what_it_shows(tmp_path, short_requests):
     report = tmp_path / "report.json"
     result = invoke("--device", "cpu", "--json", str(report))
     assert result.exit_code == 0, result.output
+    assert result.stderr == "", "bars are for terminals"
     assert result.output.count("PASS") == 4 and "FAIL" not in result.output and "{+" in result.output
     written = json.loads(report.read_text())
     assert written["passed"] and written["backend"] == "torch" and written["step_us"] == written["backend_us"] == {}

@@ -186,6 +186,24 @@ def test_a_row_that_leaves_int32_is_retired_and_counted(device, name):
 
 
 @ON_DEVICES
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_what_a_sampling_says_is_clamped_to_the_window(device, name):
+    """Accepted counts to the row's tokens, which the commit counts; next windows to 0..Q, which are counted here."""
+    rows = cut_rows(allocate_rows(3, 0, torch.device(device))[1], 3)
+    _, following = allocate_rows(3, 0, torch.device(device))
+    rows.state_indices.copy_(torch.tensor([5, 6, 7]))
+    rows.record_rows.copy_(torch.tensor([0, 1, 2]))
+    rows.query_start_loc.copy_(torch.tensor([0, 2, 4, 8]))
+    rows.num_computed_tokens.copy_(torch.tensor([10, 20, 30]))
+    reset_errors(device)
+    accepted, lengths = (torch.tensor(values, dtype=torch.int32, device=device) for values in ([3, -1, 9], [5, -2, 3]))
+    backends.load(name).advance(Advance(rows, following, accepted, lengths, None, 4, 10, None), error_counter(device))
+    assert following.num_computed_tokens.tolist() == [12, 20, 34]
+    assert following.query_start_loc.tolist() == [0, 4, 4, 7]
+    assert {kind: count for kind, count in error_counts(device).items() if count} == {"query_len": 2}
+
+
+@ON_DEVICES
 def test_offsets_and_counts_at_the_ends_of_int32_do_not_wrap(device):
     """A span of more than 2^31 tokens is a full window, not none; the least computed count is none."""
     least, most = -(2**31), 2**31 - 1
