@@ -127,9 +127,30 @@ MUTANTS = (
     Mutant(
         "expanded checkpoints are taken",
         "graphrt/verify.py",
-        '    check_not_expanded("checkpoint_state", checkpoint)\n',
+        '    check_entries_apart("checkpoint_state", checkpoint)\n',
         "",
         ("tests/test_fuzz.py",),
+    ),
+    Mutant(
+        "slots that overlap are taken",
+        "graphrt/checks.py",
+        "    least, most = max(1 - size, -((reach - gap) // stride)), min(size - 1, (reach + gap) // stride)\n",
+        "    least, most = 0, 0\n",
+        ("tests/test_overlap.py",),
+    ),
+    Mutant(
+        "a convolution state over its weights is taken",
+        "graphrt/verify.py",
+        "        others |= {name: (t, 0) for name, t in read.items() if t is not None}\n",
+        "",
+        ("tests/test_fused_conv.py",),
+    ),
+    Mutant(
+        "channels that are no multiple of 16 are warmed up without gaps alone",
+        "graphrt/warmup.py",
+        "    width = -(-(shift + channels) // 16) * 16\n",
+        "    width = shift + channels\n",
+        ("tests/test_warmup.py",),
     ),
     Mutant(
         "a sparse tensor is taken",
