@@ -244,7 +244,7 @@ class DecodeStep(Fixed):
         Raises:
             ValueError: for more rows than the inputs have.
         """
-        return self._recordings.find("step", num_reqs)
+        return self._recordings.find("step", self.inputs.check_num_reqs(num_reqs, 0))
 
     @property
     def last_miss_reason(self) -> str | None:
@@ -261,6 +261,7 @@ class DecodeStep(Fixed):
         self._recordings.close()
 
     def _run(self, num_reqs: int) -> tuple[Any, Sampled]:
+        num_reqs = self.inputs.check_num_reqs(num_reqs, 1)
         rows = self._step_rows(num_reqs)
         self._stage(num_reqs)
         if self.flush_rows is not None:
@@ -280,7 +281,6 @@ class DecodeStep(Fixed):
         return found if self.flush_rows is None else found | {"step.flush_rows": self.flush_rows}
 
     def _step_rows(self, num_reqs: int) -> StepRows:
-        self.inputs.check_num_reqs(num_reqs, 1)
         rows = self._rows.get(num_reqs)
         if rows is None:
             cut = cut_rows(self._staged, num_reqs)

@@ -1,9 +1,9 @@
 """Commit eagerly or defer? A measured table says from which batch size on deferring is the faster.
 
 At small batches the fold of an eager commit in the same graph can beat the replay in the next verify. Which one wins
-depends on the device, the backend and the shape, so it is measured: `tools/bench_step.py --choose` writes the table
-that ships as `choice.json`. `CommitRunner` and `DecodeStep` look their shape up once and make the rows of small
-captures eager. `commit` itself never changes `eager`.
+depends on the device, the backend and the shape, so it is measured: `--choose` of `tools/bench_step.py` and
+`tools/bench_peers.py` writes the table that ships as `choice.json`. `CommitRunner` and `DecodeStep` look their shape up
+once and make the rows of small captures eager. `commit` itself never changes `eager`.
 """
 
 import json
@@ -106,7 +106,7 @@ def choose_commit(shape: StepShape, choice: Choice = None) -> CommitChoice:
 
 
 def load_table(path: PathLike[str] = TABLE) -> list[dict[str, Any]]:
-    """The entries of a table that `tools/bench_step.py --choose` wrote.
+    """The entries of a table that `--choose` of a bench in `tools/` wrote.
 
     Raises:
         ValueError: if the file is no such table. OSError: if it cannot be read.
@@ -145,12 +145,13 @@ def _table(choice: object) -> tuple[Table, str]:
 def _checked(table: object) -> list[dict[str, Any]]:
     if not isinstance(table, Sequence) or not all(isinstance(e, Mapping) for e in table):
         fail("choice", "a table: a list of entries", type(table).__name__)
-    for entry in table:
+    entries = [dict(entry) for entry in table]
+    for entry in entries:
         if "deferred_from" not in entry:
-            fail("choice", "a deferred_from in every entry", dict(entry))
+            fail("choice", "a deferred_from in every entry", entry)
         if entry["deferred_from"] is not None:
-            check_count("choice: deferred_from", entry["deferred_from"], 1)
-    return [dict(entry) for entry in table]
+            entry["deferred_from"] = check_count("choice: deferred_from", entry["deferred_from"], 1)
+    return entries
 
 
 def _measured(deferred_from: int | None, shape: StepShape, source: str) -> CommitChoice:

@@ -19,6 +19,8 @@ class Span(NamedTuple):
     @classmethod
     def of(cls, t: Tensor, dim: int = 0, before: int = 0) -> "Span":
         """Of `t`, a piece an index of `dim`, with `before` more in front (a scratch row)."""
+        if t.ndim == 0:
+            return cls(t.data_ptr(), 0, 1, t.element_size())
         rest = sum((n - 1) * s for i, (n, s) in enumerate(zip(t.shape, t.stride(), strict=True)) if i != dim)
         item = t.element_size()
         stride = t.stride(dim) * item

@@ -1,5 +1,7 @@
 """Sizes are ints of any kind: what comes from a configuration or an array is NumPy's."""
 
+from dataclasses import asdict
+
 import numpy
 import pytest
 import torch
@@ -16,6 +18,7 @@ from graphrt import (
     kda_deferred_verify,
 )
 from graphrt.capture import CommitRunner, DecodeStep, Sampled, StepInputs, dummy_inputs, record
+from graphrt.choice import StepShape, choose_commit
 
 CPU = Target("torch", "cpu")
 
@@ -89,8 +92,20 @@ def test_static_inputs_and_recordings_take_sizes_of_any_kind(kind):
         call(kind(2))
     dummy_inputs(inputs, kind(2), dcp=True)
     step.replay(kind(2), kind(2))
+    step.replay_dummy(kind(2))
+    step.run(kind(2))
+    assert step.recording(kind(2)) is step.recording(2)
     record(lambda: counts.add_(1), device="cpu", warmup=kind(2))
     assert counts.tolist() == [3] * 6
+
+
+@KINDS
+def test_a_table_of_choices_may_hold_ints_of_any_kind(kind):
+    """What is chosen keeps one of Python's."""
+    shape = StepShape("cpu", "torch", 1, 1, 16, 4)
+    choice = choose_commit(shape, [asdict(shape) | {"deferred_from": kind(2)}])
+    assert type(choice.deferred_from) is int
+    assert (choice.eager(1), choice.eager(2)) == (True, False)
 
 
 @pytest.mark.parametrize("wrong", [True, numpy.True_, torch.tensor(3), 3.0, numpy.float64(3), numpy.array([3]), "3"])

@@ -10,7 +10,7 @@ import torch
 
 from graphrt import KDADeferredCommitContext, KDALayer, allocate_records
 from graphrt.checks import check_entries_apart
-from graphrt.overlap import check_apart
+from graphrt.overlap import check_apart, check_pool_apart
 
 ROWS, SLOTS, HEADS, WINDOW, DIM, HIST = 3, 4, 2, 4, 16, 3
 CONV = (3 * HEADS * DIM, HIST + WINDOW)
@@ -144,6 +144,15 @@ def test_whether_entries_meet_is_what_their_addresses_say():
         assert refused == (len(addresses) < t.numel()), (shape, strides)
         met.add(refused)
     assert met == {True, False}
+
+
+def test_a_parameter_of_no_dimension_is_one_value():
+    """A_log of one head may be a scalar, in an arena that the states are in too."""
+    arena = torch.zeros(12)
+    states = arena[:8].view(2, 4)
+    check_pool_apart("conv_state", states, {"A_log": (arena[8], 0)})
+    with pytest.raises(ValueError, match=r"^conv_state: expected memory of its own, got that of A_log"):
+        check_pool_apart("conv_state", states, {"A_log": (arena[7], 0)})
 
 
 def test_a_layer_given_twice_is_refused():
