@@ -152,6 +152,20 @@ def test_a_checked_commit_names_row_and_value(checked, change, words, deferred):
     assert pool.errors() == {}
 
 
+def test_a_checked_commit_names_a_verified_row_that_accepts_nothing_where_that_cannot_be(checked):
+    """In the engine's layout the verify has shifted an input out of the history: at least one token must stand."""
+    pool = Pool(CPU, CPU.shape(layers=1, engine_layout=True), **checked)
+    start(pool, {0: 3, 1: 4})
+    batch = Batch(pool, [Row(4, 1, 0), Row(3, 0, 4)])
+    for call in (core_verify, conv_verify):
+        call(batch, 0, deferred=True, **checked)
+    before = Snapshot(pool)
+    assert_named(lambda: commit(batch, [0, 0]), "num_accepted_tokens, row 1: expected at least 1", "got 0")
+    assert before.changed() == [] and pool.errors() == {}
+    commit(batch, [0, 1])
+    assert pool.pending.tolist()[:2] == [1, 0]
+
+
 def test_a_checked_commit_names_a_missed_eager_row(checked):
     """In align mode a row that must be eager and is not in the mask raises."""
     pool, _ = checked_pool(checked)

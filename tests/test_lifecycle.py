@@ -313,12 +313,12 @@ def test_rows_of_every_kind_share_a_batch(backend_device):
 
 
 def test_state_slots_may_be_a_column_of_a_wide_table(backend_device):
-    """Slots, rows, offsets and blocks as column 0 of tables full of absurd ids give the same bytes (B51)."""
-    backend_device.spare(True)
+    """Slots, rows, offsets, requests and pending as column 0 of tables full of absurd ids give the same bytes (B51)."""
     pool = Pool(backend_device, backend_device.shape(layers=1, heads=1))
     start(pool, {0: 3, 1: 4})
     twin = pool.twin()
     tokens = [Tokens.random(pool.shape, 6, 0, pool.device)]
+    pool.pending = pool.int32(pool.pending.tolist(), wide=True)
     for which, wide in ((pool, True), (twin, False)):
         batch = Batch(which, [Row(3, 0, 4), Row(4, 1, 2)], wide=wide, tokens=tokens)
         for _ in range(2):

@@ -140,7 +140,7 @@ def test_a_file_of_other_weights_is_refused(tmp_path):
 def rewritten(path, **metadata):
     """The same file with other metadata."""
     with safe_open(path, framework="pt") as file:
-        tensors, old = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        tensors, old = {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata()  # noqa: SIM118
     save_file(tensors, path, old | metadata)
 
 
@@ -177,7 +177,7 @@ def test_a_file_whose_tensors_or_ledger_are_damaged_writes_nothing(tmp_path):
     path, before = tmp_path / "run", Snapshot(pool)
     save_state(path, pool.context, ledger)
     with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata()
     save_file({k: v for k, v in tensors.items() if k != "key_gate.1"}, path, metadata)
     with pytest.raises(ValueError, match=r"shape of key_gate.1 is absent in the file and \[6, 1, 4, 32\] here"):
@@ -226,7 +226,7 @@ def test_a_file_with_damaged_metadata_is_refused_in_a_sentence(tmp_path, change)
     path, before, empty_ledger = tmp_path / "run", Snapshot(pool), RecordSlots(6, "cpu")
     save_state(path, pool.context, ledger, slots=[4, 5])
     with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         metadata = file.metadata() | change
     save_file(tensors, path, sealed({k: v for k, v in metadata.items() if v is not None}))
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}: .*damaged"):
@@ -240,7 +240,7 @@ def test_a_tensor_of_another_dtype_is_refused_before_anything_is_written(tmp_pat
     path, before, empty_ledger = tmp_path / "run", Snapshot(pool), RecordSlots(6, "cpu")
     save_state(path, pool.context, ledger)
     with safe_open(path, framework="pt") as file:
-        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        tensors, metadata = {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata()  # noqa: SIM118
     save_file(tensors | {"key_gate.1": tensors["key_gate.1"].half()}, path, metadata)
     with pytest.raises(ValueError, match=r"dtype of key_gate.1 is torch.float16 in the file and torch.float32 here"):
         load_state(path, pool.context, empty_ledger)

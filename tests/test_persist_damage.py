@@ -47,7 +47,7 @@ def test_a_damaged_tensor_is_named_with_both_checksums(tmp_path):
     path = tmp_path / "run"
     save_state(path, pool.context, ledger)
     with safe_open(path, framework="pt") as file:
-        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+        tensors, metadata = {name: file.get_tensor(name).clone() for name in file.keys()}, file.metadata()  # noqa: SIM118
     tensors["key_gate.1"].view(torch.int32).view(-1)[7] ^= 1
     save_file(tensors, path, metadata)
     other, loaded = empty(pool)

@@ -18,6 +18,12 @@ def integers(low, high, *shape):
     return torch.randint(low, high, shape, dtype=torch.int32)
 
 
+def table_of(requests, width, by_column):
+    """A block table [requests, width] with entries out of range; stored row by row, or column by column."""
+    table = integers(-3, SLOTS + 5, requests, width)
+    return table.t().contiguous().t() if by_column else table
+
+
 def new_errors(device):
     """A counter of its own: no counts, no rows."""
     return torch.tensor([0] * NUM_KINDS + [-1] * NUM_KINDS, dtype=torch.int32, device=device)
@@ -26,7 +32,8 @@ def new_errors(device):
 def run(name, plan_of, geometry, pending, device):
     """What one backend writes: the plan, pending counts, and the error counter."""
     plan = Plan(*integers(50, 99, 4, 300).to(device).unbind())
-    pending, errors = pending.to(device, copy=True), new_errors(device)
+    # Every other entry of a longer tensor.
+    pending, errors = torch.stack((pending, pending + 50), -1).flatten().to(device)[::2], new_errors(device)
     plan_of(backends.load(name), plan, pending, errors, geometry)
     written = (plan.commit_lens, plan.final_state_indices, plan.boundary_state_indices, plan.boundary_recovery_lens)
     return [t.tolist() for t in (*written, pending)], errors[:NUM_KINDS].tolist(), errors[NUM_KINDS:].tolist()
@@ -55,7 +62,7 @@ def random_commit(rng, batch, device):
         placed(integers(-1, SLOTS + 1, batch)),
         placed(offsets.cumsum(0).int()),
         maybe(integers(-1, requests + 1, batch)),
-        integers(-3, SLOTS + 5, requests, 5).to(device) if align else None,
+        table_of(requests, 5, rng.random() < 0.5).to(device) if align else None,
         placed(integers(-1, 6 * size, requests)) if align else None,
         size if align else None,
         rows,
@@ -130,16 +137,17 @@ def test_any_number_of_computed_tokens_leads_to_the_same_block(device, size):
     """The ends of int32 as well: a negative number is that of a request without tokens."""
     ends = [-(2**31), 1 - 2**31, -1, 0, 1, WINDOW, WINDOW + 1, 17, 2**31 - 2, 2**31 - 1]
     computed = torch.tensor(ends, dtype=torch.int32, device=device)
-    table = integers(1, SLOTS, len(ends), 3).to(device)
+    table = integers(1, SLOTS, 3, len(ends)).to(device).t()
     starts = torch.arange(len(ends) + 1, dtype=torch.int32, device=device) * WINDOW
     found = []
     for name in ("torch", "triton"):
-        slots, mask = torch.full_like(computed, -9), torch.full_like(computed, 9, dtype=torch.uint8)
-        backends.load(name).align_state_indices(table, computed, size, slots)
-        backends.load(name).align_eager_mask(computed, starts, size, None, mask)
+        slots, mask = (torch.full((len(ends), 2), 9, dtype=t, device=device) for t in (torch.int32, torch.uint8))
+        backends.load(name).align_state_indices(table, computed, size, slots[:, 0])
+        backends.load(name).align_eager_mask(computed, starts, size, None, mask[:, 0])
         found.append((slots.tolist(), mask.tolist()))
     assert found[0] == found[1]
-    assert found[0][0][:4] == table[:4, 0].tolist()
+    assert [slot for slot, _ in found[0][0][:4]] == table[:4, 0].tolist()
+    assert all(beside == 9 for written in found[0] for _, beside in written)
 
 
 @ON_DEVICES

@@ -39,6 +39,7 @@ def random_sources(rng, rows, device):
         return restrided(rng, t).to(device) if rng.random() < 0.8 else None
 
     record_rows = torch.where(torch.rand(rows) < 0.3, -1, torch.randperm(rows + 3)[:rows]).to(torch.int32)
+    table = integers(0, 50, rng.choice([0, 2, 50]), requests)
     return StageSources(
         num_reqs=rng.randint(0, rows),
         state_indices=maybe(integers(-1, 12, rows)),
@@ -48,7 +49,7 @@ def random_sources(rng, rows, device):
         eager=maybe(integers(0, 2, rows, dtype=torch.uint8)),
         request_indices=maybe(integers(-1, requests + 1, rows)),
         num_computed_tokens=maybe(integers(-3, 40, requests)),
-        block_table=maybe(integers(0, 50, requests, rng.choice([0, 2, 50]))),
+        block_table=maybe(table.t() if rng.random() < 0.5 else table.t().contiguous()),
         generation=maybe(integers(0, 3, rows)),
     )
 
