@@ -130,17 +130,21 @@ def check_tensor(
     name: str, t: object, shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
     """Shape (None: any size), dtype and device of a required tensor."""
-    wanted = "[" + ", ".join("any" if n is None else str(n) for n in shape) + "]"
-    kinds = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
     if not isinstance(t, Tensor):
-        fail(name, f"a tensor {wanted} {kinds}", type(t).__name__)
+        fail(name, f"a tensor {_told(shape, dtypes)}", type(t).__name__)
     sizes_match = t.ndim == len(shape) and all(n is None or n == m for n, m in zip(shape, t.shape, strict=True))
     if not sizes_match or t.dtype not in dtypes:
-        fail(name, f"{wanted} {kinds}", f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}")
+        fail(name, _told(shape, dtypes), _told(tuple(t.shape), (t.dtype,)))
     if t.device != device:
         fail(name, f"a tensor on {device}, like the checkpoints", f"one on {t.device}")
     if t.layout is not torch.strided:
         fail(name, "a dense tensor", t.layout)
+
+
+def _told(shape: tuple[int | None, ...], dtypes: tuple[torch.dtype, ...]) -> str:
+    """In words; made for an error alone, for a verify asks about a dozen tensors."""
+    sizes = ", ".join("any" if n is None else str(n) for n in shape)
+    return f"[{sizes}] " + " or ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
 def check_index(name: str, t: object, at_least: int, device: torch.device, *, exactly: bool = False) -> None:

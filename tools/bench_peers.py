@@ -195,8 +195,11 @@ def choose(rows: list[dict], facts: dict, path: Path) -> None:
             for one in rows
             if (int(one["window"]), int(one["accepted"]), one["state"]) == (window, window // 2, "float32")
         }
-        name = f"graphrt {backend}"
-        measured = [(batch, steps[f"{name} deferred", batch], steps[f"{name} eager", batch]) for batch in a["batch"]]
+        deferred, eager = f"graphrt {backend} deferred", f"graphrt {backend} eager"
+        if not all((what, batch) in steps for what, batch in product((deferred, eager), a["batch"])):
+            print(f"no entry for {backend}, window {window}: not every batch was measured")
+            continue
+        measured = [(batch, steps[deferred, batch], steps[eager, batch]) for batch in a["batch"]]
         shape = StepShape(facts["device"], backend, a["layers"], a["heads"], a["head_dim"], window)
         put_choice(path, shape, window // 2, measured)
 

@@ -128,6 +128,22 @@ def test_the_shipped_table_is_what_the_kept_results_say(tmp_path, monkeypatch):
     assert derived[1:] == [entry for entry in load_table(TABLE) if entry["device"] == "NVIDIA H200"]
 
 
+def test_a_shape_that_was_not_measured_whole_gets_no_entry(tmp_path, monkeypatch, capsys):
+    """A run that ended early has not seen the sizes from which on deferring is faster."""
+    kept, path, lacking = ROOT / "tools" / "results" / "h200", tmp_path / "choice.json", tmp_path / "peers.csv"
+    lines = (kept / "peers.csv").read_text().splitlines(keepends=True)
+    lacking.write_text("".join(line for line in lines if not line.startswith("128,4,2,")))
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    given = ["--read", lacking, "--facts", kept / "peers.json", "--choose", path]
+    monkeypatch.setattr(sys, "argv", ["bench_peers.py", *map(str, given)])
+    runpy.run_path(str(ROOT / "tools" / "bench_peers.py"))["main"]()
+    assert {(entry["backend"], entry["spec_query_len"]) for entry in load_table(path)} == {
+        ("fp32_deferred", 8),
+        ("triton", 8),
+    }
+    assert "no entry for triton, window 4: not every batch was measured" in capsys.readouterr().out
+
+
 def test_a_runner_commits_small_captures_eagerly(device, caplog):
     """By the size that is replayed: 2 rows fold at once, 5 rows defer; a miss follows its own number of rows (B96)."""
     engine, twin, rng = Engine(device), Engine(device), random.Random(4)
