@@ -6,7 +6,7 @@ from rig import Pool, Snapshot, Target
 from steps import Batch, Row, commit, drain, verify
 from truth import run_step, start
 
-from graphrt import Owners, RecordSlots
+from graphrt import KDARecoverSSMDeferred, Owners, RecordSlots
 from graphrt.capture import CommitRunner, DecodeStep, Sampled, StepInputs, record
 
 
@@ -57,12 +57,16 @@ def test_a_late_commit_changes_nothing_of_the_new_owner(backend_device, how):
     truths[row_b].assert_state(pool, 8)
 
 
-@pytest.mark.parametrize("method", ["flush", "drain"])
+@pytest.mark.parametrize("method", ["flush", "drain", "flush of a step object"])
 def test_a_late_flush_or_drain_folds_nothing_of_the_new_owner(backend_device, method):
     """B's records stay out of A's old slot, and stay pending."""
     pool, ledger, late, owners, truths = reused_row(backend_device)
     before, row_b = Snapshot(pool), ledger.row("B")
-    getattr(pool.context, method)(late.state_indices, late.record_rows, pool.pending, owners)
+    if method == "flush of a step object":
+        who = (late.record_rows, pool.pending, None, pool.context, late.state_indices)
+        KDARecoverSSMDeferred(*who, owners=owners).flush()
+    else:
+        getattr(pool.context, method)(late.state_indices, late.record_rows, pool.pending, owners)
     assert pool.errors() == {"stale_generation": 1}
     assert before.changed() == []
     drain(pool, [8], [row_b])
@@ -150,6 +154,36 @@ def test_a_row_released_between_staging_and_commit_is_skipped(backend_device, ca
         truths[row].step(batch.windows(row), accepted)
         drain(pool, [3 + row], [row])
         truths[row].assert_state(pool, 3 + row)
+
+
+@pytest.mark.parametrize("mode", ["flush", "drain"])
+def test_a_runner_folds_nothing_of_who_got_a_row_since_its_staging(backend_device, mode):
+    """B's row went to C, which has records pending in a slot of its own; A beside it is folded."""
+    backend_device.spare(mode == "flush")
+    pool = Pool(backend_device, backend_device.shape(layers=1, heads=1))
+    ledger = ledger_of(pool, "AB")
+    row_a, row_b = ledger.rows("AB")
+    truths = start(pool, {row_a: 3, row_b: 4})
+    inputs = StepInputs(6, pool.shape.query_len, pool.device, ledger=ledger)
+    runner = CommitRunner(pool.context, ledger.pending, inputs, [6])
+    runner.capture(progress=False, modes=[mode])
+    run_step(Batch(pool, [Row(3, row_a, 4), Row(4, row_b, 4)]), truths, [3, 2])
+    inputs.stage(
+        num_reqs=2, state_indices=[3, 4], record_rows=[row_a, row_b], query_start_loc=[0, 0, 0],
+        generation=ledger.generations("AB"),
+    )  # fmt: skip
+    ledger.release("B")
+    assert ledger.admit("C") == row_b
+    truths |= start(pool, {row_b: 8})
+    run_step(Batch(pool, [Row(8, row_b, 4)]), truths, [2])
+    before = Snapshot(pool)
+    getattr(runner, mode)(2)
+    assert pool.errors() == {"stale_generation": 1}
+    assert before.changed(slots=[3], pending=True) == []
+    assert (pool.pending[row_a], pool.pending[row_b]) == (3 if mode == "flush" else 0, 2)
+    truths[row_a].assert_state(pool, 3)
+    drain(pool, [8], [row_b])
+    truths[row_b].assert_state(pool, 8)
 
 
 def test_a_late_row_is_padding_from_its_staging_on(backend_device):

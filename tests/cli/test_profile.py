@@ -4,11 +4,12 @@ import json
 import shlex
 
 import pytest
+import torch
 from terminal import refusal, words
 from typer.testing import CliRunner
 
 from graphrt import trace
-from graphrt.cli import app
+from graphrt.cli import app, profile
 from graphrt.trace import load_trace
 
 SMALL = ["--device", "cpu", "-L", "2", "-H", "1", "--head-dim", "16", "-Q", "2", "-B", "2", "--steps", "2"]
@@ -31,6 +32,15 @@ def test_the_commands_profile_the_same_invocation():
     counters = set(lines["counters of each kernel"])
     assert {"--nvtx-include=graphrt@graphrt.profile/", "--clock-control=none", "--graph-profiling=node"} <= counters
     assert result["us_per_step"] > 0 and result["commit"].startswith("eager")
+
+
+def test_a_profiler_is_started_right_before_the_loop_and_stopped_behind_its_end(monkeypatch):
+    """The marks enclose the replays, what the device has left to do, and nothing else: not the capture."""
+    done = []
+    for owner, name in ((torch.cuda.profiler, "start"), (torch.cuda.profiler, "stop"), (torch.cuda, "synchronize")):
+        monkeypatch.setattr(owner, name, lambda *place, name=name: done.append(name))
+    assert profile._profiled(lambda steps: done.append(f"{steps} replays"), 3, torch.device("cuda")) > 0
+    assert done == ["synchronize", "start", "3 replays", "synchronize", "stop"]
 
 
 def test_a_command_line_is_one_line():
