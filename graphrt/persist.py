@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from .call_order import check_committed, check_unflushed, forget, read
-from .checks import check_kind, check_path, check_several, fail
+from .checks import check_kind, check_path, check_several, fail, plain_int
 from .context import KDARecoverSSMCommitContext
 from .launch import refuse_in_recording
 from .slots import RecordSlots
@@ -80,10 +80,12 @@ def save_state(
     _check_ledger(context, ledger)
     stack = context.stack
     every = range(stack.geometry.num_slots)
-    chosen = check_several("slots", every if slots is None else slots, "state slots")
-    for slot in chosen:
-        if type(slot) is not int or not 0 <= slot < stack.geometry.num_slots:
+    chosen: list[int] = []
+    for slot in check_several("slots", every if slots is None else slots, "state slots"):
+        number = plain_int(slot)
+        if number is None or number not in every:
             fail("slots", f"state slots below {stack.geometry.num_slots}", repr(slot))
+        chosen.append(number)
     if len(set(chosen)) < len(chosen):
         fail("slots", "each state slot once", chosen)
     contents = ledger.contents()

@@ -10,8 +10,7 @@ from .call_order import forget_row
 from .checks import INT32_MAX, check_count, check_kind, check_several, check_step_device, fail
 from .fixed import Fixed
 from .launch import refuse_in_recording
-from .sentinels import NULL_BLOCK_ID
-from .state import StateAccess
+from .state import StateAccess, check_slot
 
 MOST_BITS = 2048
 """Of a request id that is an int."""
@@ -112,9 +111,7 @@ class RecordSlots(Fixed):
             fail("slot" if slot is None else "context", "context and slot together, or neither", None)
         if context is not None and slot is not None:
             check_kind("context", context, StateAccess)
-            most, device = context.stack.geometry.num_slots - 1, self.pending.device
-            if type(slot) is not int or not NULL_BLOCK_ID < slot <= most:
-                fail("slot", f"a live state slot, {NULL_BLOCK_ID + 1}..{most}", repr(slot))
+            slot, device = check_slot("slot", slot, context.stack.geometry.num_slots), self.pending.device
             slots, rows = (torch.full((1,), i, dtype=torch.int32, device=device) for i in (slot, row))
             context.drain(slots, rows, self.pending)
         self._give_back(request_id)

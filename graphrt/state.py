@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import call_order, checked
-from .checks import check_count, check_is_tensor, check_kind, check_several, check_tensor, fail
+from .checks import check_count, check_is_tensor, check_kind, check_several, check_tensor, fail, plain_int
 from .fixed import Fixed
 from .launch import refuse_in_recording
 from .layers import LayerStack
@@ -108,7 +108,8 @@ class StateAccess(Fixed):
             RuntimeError: in checked mode, if the row's last verify was not committed.
         """
         refuse_in_recording("read_state")
-        self._drain_one("slot", slot, row, pending)
+        slot, row = self._check_slot("slot", slot), self._check_row("row", row, pending)
+        self._drain_one(slot, row, pending)
         checkpoints, histories = ([t[slot].clone() for t in tensors] for tensors in self.persistent.values())
         return RequestState(checkpoints, histories, num_computed_tokens)
 
@@ -125,7 +126,7 @@ class StateAccess(Fixed):
             RuntimeError: in checked mode, if the row's last verify was not committed.
         """
         refuse_in_recording("write_state")
-        self._check_slot("slot", slot)
+        slot = self._check_slot("slot", slot)
         check_kind("state", state, RequestState)
         for name, given, tensors in (
             ("state.checkpoints", state.checkpoints, self.stack.checkpoints),
@@ -136,7 +137,7 @@ class StateAccess(Fixed):
             for i, (one, pool) in enumerate(zip(given, tensors, strict=True)):
                 check_is_tensor(f"{name}[{i}]", one)
                 check_tensor(f"{name}[{i}]", one, tuple(pool.shape[1:]), (pool.dtype,), one.device)
-        self._check_row("row", row, pending)
+        row = self._check_row("row", row, pending)
         self._check_committed(row)
         self._forget_pending(row, pending)
         with _writing():
@@ -158,13 +159,13 @@ class StateAccess(Fixed):
             RuntimeError: in checked mode, if the last verify of one of the rows was not committed.
         """
         refuse_in_recording("copy_state")
-        self._check_slot("target", target)
-        self._check_row("row", row, pending)
-        self._check_row("target_row", target_row, pending)
+        source, target = self._check_slot("source", source), self._check_slot("target", target)
+        row = self._check_row("row", row, pending)
+        target_row = self._check_row("target_row", target_row, pending)
         if 0 <= row == target_row:
             fail("target_row", "another row than the source's", target_row)
         self._check_committed(target_row)
-        self._drain_one("source", source, row, pending)
+        self._drain_one(source, row, pending)
         self._forget_pending(target_row, pending)
         with _writing():
             for tensors in self.persistent.values():
@@ -178,7 +179,7 @@ class StateAccess(Fixed):
         and would be folded into the zeros.
         """
         refuse_in_recording("zero_state")
-        self._check_slot("slot", slot)
+        slot = self._check_slot("slot", slot)
         with _writing():
             for tensors in self.persistent.values():
                 for pool in tensors:
@@ -203,9 +204,7 @@ class StateAccess(Fixed):
         slots, lengths = both.tolist()
         return [BoundaryBlock(b, slots[b], lengths[b]) for b in range(num_reqs) if lengths[b] > 0]
 
-    def _drain_one(self, name: str, slot: int, row: int, pending: Tensor) -> None:
-        self._check_slot(name, slot)
-        self._check_row("row", row, pending)
+    def _drain_one(self, slot: int, row: int, pending: Tensor) -> None:
         if row >= 0:
             device = self.stack.device
             slots, rows = (torch.full((1,), i, dtype=torch.int32, device=device) for i in (slot, row))
@@ -219,13 +218,21 @@ class StateAccess(Fixed):
         if row >= 0:
             pending[row].zero_()
 
-    def _check_slot(self, name: str, slot: object) -> None:
-        most = self.stack.geometry.num_slots - 1
-        if type(slot) is not int or not NULL_BLOCK_ID < slot <= most:
-            fail(name, f"a live state slot, {NULL_BLOCK_ID + 1}..{most}", repr(slot))
+    def _check_slot(self, name: str, slot: object) -> int:
+        return check_slot(name, slot, self.stack.geometry.num_slots)
 
-    def _check_row(self, name: str, row: object, pending: Tensor) -> None:
+    def _check_row(self, name: str, row: object, pending: Tensor) -> int:
         num_rows = self.stack.geometry.num_rows
         check_tensor("pending", pending, (num_rows,), (torch.int32,), self.stack.device)
-        if type(row) is not int or not SCRATCH_ROW <= row < num_rows:
+        number = plain_int(row)
+        if number is None or not SCRATCH_ROW <= number < num_rows:
             fail(name, f"a record row, {SCRATCH_ROW}..{num_rows - 1}", repr(row))
+        return number
+
+
+def check_slot(name: str, slot: object, num_slots: int) -> int:
+    """A state slot that is not null, as one of Python's ints."""
+    number = plain_int(slot)
+    if number is None or not NULL_BLOCK_ID < number < num_slots:
+        fail(name, f"a live state slot, {NULL_BLOCK_ID + 1}..{num_slots - 1}", repr(slot))
+    return number

@@ -224,8 +224,8 @@ def _verify(
         check_apart("out", out, 1, {"conv.conv_state": convolution.state})
         scratch = int(rows.record_rows is not None)
         others = {name: (t, scratch * (name != "checkpoint_state")) for name, t in pools.items()}
-        read = {"q": q, "k": k, "v": v, "conv.weight": conv.weight, "conv.bias": conv.bias, "A_log": A_log}
-        read["dt_bias"] = dt_bias
+        read: dict[str, Tensor | None] = {"q": q, "k": k, "v": v, "raw_g": raw_g, "raw_beta": raw_beta}
+        read |= {"conv.weight": conv.weight, "conv.bias": conv.bias, "A_log": A_log, "dt_bias": dt_bias}
         others |= {name: (t, 0) for name, t in read.items() if t is not None}
         check_pool_apart("conv.conv_state", convolution.state, others)
         conv_verify = backends.choose_conv(backend, q).conv_verify

@@ -220,7 +220,10 @@ def test_a_convolution_state_over_the_other_pools_is_refused():
         assert_refused(lambda over=over: verify(over), "conv.conv_state", ("memory of its own", f"that of {name} "))
 
 
-@pytest.mark.parametrize("over", ["q", "k", "v", "conv.weight", "conv.bias", "A_log", "dt_bias"])
+READ = ("q", "k", "v", "raw_g", "raw_beta", "conv.weight", "conv.bias", "A_log", "dt_bias")
+
+
+@pytest.mark.parametrize("over", READ)
 def test_a_convolution_state_over_what_the_verify_reads_is_refused(over):
     """Writing the window's inputs would change projections, weights or gates while they are read, or for good."""
     pool = fused_pool(Target("torch", "cpu"))
@@ -230,9 +233,11 @@ def test_a_convolution_state_over_what_the_verify_reads_is_refused(over):
     q, k, v = parts_of(pool, batch.tokens[0].x)
     inputs = {"q": q, "k": k, "v": v, "conv.weight": params.conv_weight, "conv.bias": params.conv_bias}
     inputs |= {"A_log": params.A_log, "dt_bias": params.dt_bias}
+    inputs |= {name: getattr(batch.tokens[0], name) for name in ("raw_g", "raw_beta")}
     wanted = inputs[over]
     inputs[over] = inside[: wanted.numel()].view(wanted.shape)
     pool.params[0] = replace(params, A_log=inputs["A_log"], dt_bias=inputs["dt_bias"])
+    batch.tokens[0].raw_g, batch.tokens[0].raw_beta = inputs["raw_g"], inputs["raw_beta"]
     conv = FusedConv(state, inputs["conv.weight"], inputs["conv.bias"], dim_first)
     call = lambda: fused(batch, deferred=True, conv=conv, parts=[inputs[name] for name in "qkv"])  # noqa: E731
     assert_refused(call, "conv.conv_state: expected memory of its own", (f"got that of {over} ",))

@@ -16,6 +16,8 @@ from graphrt import (
     allocate_records,
     kda_conv_verify,
     kda_deferred_verify,
+    load_state,
+    save_state,
 )
 from graphrt.capture import CommitRunner, DecodeStep, Sampled, StepInputs, dummy_inputs, record
 from graphrt.choice import StepShape, choose_commit
@@ -97,6 +99,27 @@ def test_static_inputs_and_recordings_take_sizes_of_any_kind(kind):
     assert step.recording(kind(2)) is step.recording(2)
     record(lambda: counts.add_(1), device="cpu", warmup=kind(2))
     assert counts.tolist() == [3] * 6
+
+
+@KINDS
+def test_slots_and_record_rows_are_of_any_kind(kind, tmp_path):
+    """Engines keep their blocks in arrays: what names a slot or a row there names it here."""
+    pool, ledger = Pool(CPU, CPU.shape(layers=1)), RecordSlots(6, "cpu")
+    pool.fill(3)
+    context, pending, checkpoint = pool.context, ledger.pending, pool.checkpoint(0)
+    assert ledger.admit("a") == 0
+    state = context.read_state(kind(3), kind(0), pending)
+    context.write_state(kind(4), state, kind(1), pending)
+    context.copy_state(kind(3), kind(5), kind(0), pending, kind(2))
+    assert torch.equal(checkpoint[4], checkpoint[3]) and torch.equal(checkpoint[5], checkpoint[3])
+    context.zero_state(kind(4))
+    assert not checkpoint[4].any() and checkpoint[3].any()
+    save_state(tmp_path / "run", context, ledger, slots=[kind(3), kind(5)])
+    twin, loaded = pool.twin(), RecordSlots(6, "cpu")
+    load_state(tmp_path / "run", twin.context, loaded)
+    assert loaded.row("a") == 0 and torch.equal(twin.checkpoint(0)[5], checkpoint[3])
+    ledger.preempt("a", context, kind(3))
+    assert ledger.num_preempted == 1
 
 
 @KINDS
