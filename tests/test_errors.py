@@ -90,6 +90,8 @@ COMMIT_FAULTS = {
     "blocks below a window": (align_arguments() | {"mamba_block_size": 3}, "mamba_block_size", ("4", "3")),
     "blocks of nothing": (align_arguments() | {"mamba_block_size": 0}, "mamba_block_size", ("4", "0")),
     "flat table": (align_arguments() | {"block_table": ints(1, 2)}, "block_table", ("2",)),
+    "table of too few requests": (
+        align_arguments() | {"block_table": torch.ones(1, 3, dtype=INT32)}, "block_table", ("at least 2", "got 1")),
     "table of another dtype": (
         align_arguments() | {"block_table": torch.ones(2, 3, dtype=torch.int64)}, "block_table", ("int32", "int64")),
     "computed elsewhere": (

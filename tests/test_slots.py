@@ -191,10 +191,16 @@ def test_what_makes_no_ledger_is_refused_and_changes_nothing():
         {"generations": [2**40 + 1, 0]},
         {"generations": [2, 0]},
         {"generations": [1, -2]},
+        {"free": [1, 1]},
+        {"free": []},
     ):
         with pytest.raises(ValueError, match=r"^contents: expected"):
             slots.restore(good | change)
         assert slots.contents() == before
+    for other in ([], {name: value for name, value in good.items() if name != "free"}):
+        with pytest.raises(ValueError, match=r"^contents: expected a dict with requests, preempted, free, generations"):
+            slots.restore(other)
+    assert slots.contents() == before
 
 
 @pytest.mark.parametrize("device", ["meta", torch.device("meta"), "mps", 3, None, "nowhere"])
