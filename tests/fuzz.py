@@ -35,7 +35,7 @@ INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
 PYTHON = [None, "text", 7, 2.5, True, [1, 2], [], {}, {"a": 1}, object(), b"bytes", float("nan"), (1, "x")]
 # What a machine may have no memory for is left out: the allocator refuses it, and knows no argument.
 INTS = [None, "3", 2.5, True, [3], -1, 0, -(1 << 31), 1 << 31, 1 << 63, 10**30, float("nan"), float("inf"),
-        torch.tensor(3), numpy.int32(3), object()]  # fmt: skip
+        torch.tensor(3), numpy.int32(-3), object()]  # fmt: skip
 STRINGS = [None, "", "nonsense", 3, True, ["torch"], object(), "\0"]
 DEVICES = [None, "", "nonsense", "cuda:99", -5, 2.5, object(), "meta:x"]
 
