@@ -190,6 +190,8 @@ VERIFY_FAULTS = {
     "v without batch": ({"v": WRONG(8, 2, 16)}, "v", ()),
     "raw_beta of fewer heads": ({"raw_beta": WRONG(1, 8, 1)}, "raw_beta", ("2", "1")),
     "raw_beta elsewhere": ({"raw_beta": WRONG(1, 8, 2, device=META)}, "raw_beta", ("cpu", "meta")),
+    "A_log elsewhere": ({"A_log": WRONG(2, device=META)}, "A_log", ("cpu", "meta")),
+    "dt_bias elsewhere": ({"dt_bias": WRONG(32, device=META)}, "dt_bias", ("cpu", "meta")),
     "A_log of other heads": ({"A_log": WRONG(3)}, "A_log", ("2", "3")),
     "A_log of integers": ({"A_log": WRONG(2, dtype=INT32)}, "A_log", ("int32",)),
     "dt_bias of another size": ({"dt_bias": WRONG(2)}, "dt_bias", ("32", "2")),
@@ -205,6 +207,8 @@ VERIFY_FAULTS = {
     "a window of nothing": ({"spec_query_len": 0}, "spec_query_len", ("at least 1", "0")),
     "checkpoint of other heads": (
         {"checkpoint_state": WRONG(4, 3, 16, 16)}, "q", ("2", "3")),
+    "checkpoint of wider values": (
+        {"checkpoint_state": WRONG(4, 2, 32, 16), "v": WRONG(1, 8, 2, 32)}, "checkpoint_state", ("V = K", "32")),
     "checkpoint that is transposed": (
         {"checkpoint_state": WRONG(4, 2, 16, 16).transpose(2, 3)}, "checkpoint_state", ()),
     "checkpoint of integers": ({"checkpoint_state": WRONG(4, 2, 16, 16, dtype=INT32)}, "checkpoint_state", ("int32",)),
