@@ -134,6 +134,13 @@ def test_records_start_zeroed_one_row_into_their_allocation():
         assert not bool(memory.ne(0).any())
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.complex64, torch.float8_e4m3fn, "float32"], ids=str)
+def test_records_of_a_dtype_that_no_verify_takes_are_refused(dtype):
+    """By name, before they are allocated."""
+    with pytest.raises(ValueError, match=r"^dtype: expected a floating dtype of 16 bits or more, got"):
+        allocate_records(2, 1, 4, 16, dtype, torch.device("cpu"))
+
+
 def test_corrections_of_float64_records_are_float64():
     """A pool in double precision keeps its corrections in double precision."""
     records = allocate_records(2, 1, 4, 16, torch.float64, torch.device("cpu"))
