@@ -113,7 +113,7 @@ MUTANTS = (
     Mutant(
         "a copy is made before the drain",
         "graphrt/state.py",
-        '        self._drain_one(source, row, pending)\n',
+        "        self._drain_one(source, row, pending)\n",
         "",
         ("tests/test_state.py", "tests/test_state_machine.py"),
     ),
