@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from . import backends
+from . import backends, checked
 from .checks import check_count, check_entries_apart, check_index, check_is_tensor, check_tensor
+from .errors import error_counter
 from .launch import launch
 
 
@@ -24,6 +25,8 @@ def align_eager_mask(
         mamba_block_size: tokens a block.
         out: [B] bool or uint8, else a bool mask is made.
         request_indices: [>= B] int32; row b is request b without it. Out of range gives False.
+
+    Bad values are counted by the commit of the row, not here.
 
     Returns:
         out.
@@ -63,10 +66,14 @@ def align_state_indices(
 
     Args:
         block_table: [requests, width] int32. num_computed_tokens: [requests] int32. mamba_block_size: tokens a block.
-        out: [requests] int32, else made. Null where the column is past the table.
+        out: [requests] int32, else made. Null where the column is past the table, which is counted, as is a negative
+            number of tokens.
 
     Returns:
         out.
+
+    Raises:
+        ValueError: naming the argument; with GRAPHRT_CHECK=1 also for what would be counted.
     """
     check_is_tensor("block_table", block_table)
     device = block_table.device
@@ -79,6 +86,8 @@ def align_state_indices(
     check_index("out", out, requests, device, exactly=True)
     check_entries_apart("out", out)
     if requests:
-        run = backends.by_device(device).align_state_indices
-        launch("graphrt.align_state_indices", run, block_table, num_computed_tokens, mamba_block_size, out)
+        if checked.enabled(None):
+            checked.state_columns(num_computed_tokens, mamba_block_size, block_table.shape[1])
+        run, errors = backends.by_device(device).align_state_indices, error_counter(device)
+        launch("graphrt.align_state_indices", run, block_table, num_computed_tokens, mamba_block_size, out, errors)
     return out

@@ -47,6 +47,13 @@ def written_states(rows: Rows, checkpoint: Tensor) -> None:
             _fail("checkpoint_state", b, f"a finite state in slot {slot}", f"NaN or infinity ({hint})")
 
 
+def state_columns(num_computed_tokens: Tensor, block_size: int, width: int) -> None:
+    """Raise ValueError for the first request whose state lies in no column of a block table."""
+    for b, computed in enumerate(read(num_computed_tokens)):
+        if not 0 <= computed <= width * block_size:
+            _fail("num_computed_tokens", b, f"0..{width * block_size}, the tokens of {width} columns", computed)
+
+
 def flush_values(
     state_indices: Tensor, record_rows: Tensor, pending: Tensor, owners: Owners | None, stack: LayerStack
 ) -> list[int]:

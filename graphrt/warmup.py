@@ -65,7 +65,7 @@ def run_variants(
     run_fold_pending(zero, none, pending, True)
     for requests in (None, zero):
         backend.align_eager_mask(zero, offsets, 1, requests, flag.clone())
-    backend.align_state_indices(zero[:, None], zero, 1, zero.clone())
+    backend.align_state_indices(zero[:, None], zero, 1, zero.clone(), unread_counter(device))
 
     rows = Rows(offsets, zero, none, pending, stack.spec_query_len)
     for shift in (0, 1):

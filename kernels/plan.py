@@ -258,7 +258,7 @@ def graphrt_stage_align_eager_kernel(
     do_not_specialize_on_alignment=["table_ptr", "computed_ptr", "out_ptr"],
 )
 def graphrt_stage_align_slots_kernel(
-    table_ptr, computed_ptr, out_ptr,
+    table_ptr, computed_ptr, out_ptr, errors_ptr,
     num_requests, width, block_size, table_stride, column_stride, computed_stride, out_stride,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -268,6 +268,7 @@ def graphrt_stage_align_slots_kernel(
     computed = tl.load(computed_ptr + o_r * computed_stride, mask=mask, other=0)
     column = (tl.maximum(computed, 1) - 1) // block_size
     inside = mask & (column < width)
+    count(errors_ptr, bad(_COLUMN, mask & ((inside == 0) | (computed < 0))), o_r)
     block = tl.load(table_ptr + o_r.to(tl.int64) * table_stride + column * column_stride, mask=inside, other=0)
     tl.store(out_ptr + o_r * out_stride, block, mask=mask)
 
@@ -340,11 +341,13 @@ def align_eager_mask(
     )  # fmt: skip
 
 
-def align_state_indices(block_table: Tensor, num_computed_tokens: Tensor, block_size: int, out: Tensor) -> None:
+def align_state_indices(
+    block_table: Tensor, num_computed_tokens: Tensor, block_size: int, out: Tensor, errors: Tensor
+) -> None:
     """Write the [requests] int32 source slots: one launch."""
     num_requests, width = block_table.shape
     graphrt_stage_align_slots_kernel[(triton.cdiv(num_requests, BLOCK),)](
-        block_table, num_computed_tokens, out,
+        block_table, num_computed_tokens, out, errors,
         num_requests=num_requests, width=width, block_size=block_size, table_stride=block_table.stride(0),
         column_stride=block_table.stride(1), computed_stride=num_computed_tokens.stride(0), out_stride=out.stride(0),
         BLOCK=BLOCK, num_warps=4, **NO_CONTRACTION,

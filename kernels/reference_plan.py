@@ -140,10 +140,13 @@ def align_eager_mask(
     out.copy_(known & near_boundary(computed, length, block_size))
 
 
-def align_state_indices(block_table: Tensor, num_computed_tokens: Tensor, block_size: int, out: Tensor) -> None:
+def align_state_indices(
+    block_table: Tensor, num_computed_tokens: Tensor, block_size: int, out: Tensor, errors: Tensor
+) -> None:
     """Write the block that holds each request's state, null past the end of the table."""
     column = (num_computed_tokens.long() - 1).clamp(min=0) // block_size
     width = block_table.shape[1]
+    add_errors(errors, ErrorKind.COLUMN, (num_computed_tokens < 0) | (column >= width))
     if width == 0:
         out.zero_()
         return

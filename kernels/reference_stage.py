@@ -102,7 +102,7 @@ def advance(a: Advance, errors: Tensor) -> None:
 
     slot = rows.state_indices.clone()
     if a.mamba_block_size is not None:
-        align_state_indices(rows.block_table, computed, a.mamba_block_size, slot)
+        align_state_indices(rows.block_table, computed, a.mamba_block_size, slot, torch.zeros_like(errors))
         missing = keep & ((slot <= 0) | (slot >= a.num_slots))
         add_errors(errors, ErrorKind.COLUMN, missing)
         keep = keep & ~missing

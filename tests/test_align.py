@@ -8,7 +8,7 @@ from rig import Pool, Snapshot, same_bytes
 from steps import Batch, Row, commit, drain, verify
 from truth import Truth, check_step
 
-from graphrt import align_eager_mask, align_state_indices
+from graphrt import align_eager_mask, align_state_indices, error_report, reset_errors
 
 LAYOUTS = pytest.mark.parametrize("engine_layout", [False, True], ids=["hist+Q", "hist+Q-1"])
 
@@ -339,6 +339,31 @@ def test_the_source_of_a_step_is_the_block_of_its_last_token(backend_device):
     out = torch.full((14,), -5, dtype=torch.int32, device=device)
     assert align_state_indices(table, computed, size, out=out).data_ptr() == out.data_ptr()
     assert out.tolist() == want
+
+
+def test_a_source_outside_the_table_is_counted(backend_device):
+    """Past the last column, and before the first token: null and the first block, both counted, first row noted."""
+    device = backend_device.device
+    table = torch.arange(1, 13, dtype=torch.int32, device=device).view(4, 3)
+    computed = torch.tensor([0, 12, 13, -1], dtype=torch.int32, device=device)
+    reset_errors(device)
+    assert align_state_indices(table[:2], computed[:2], 4).tolist() == [1, 6]
+    assert not error_report(device, wait=True)
+    assert align_state_indices(table, computed, 4).tolist() == [1, 6, 0, 10]
+    (entry,) = error_report(device, wait=True).entries
+    assert (entry.kind, entry.count, entry.first_row) == ("column", 2, 2)
+    reset_errors(device)
+
+
+@pytest.mark.parametrize("bad", [13, -1])
+def test_checked_mode_names_a_source_outside_the_table(backend_device, monkeypatch, bad):
+    """The last column's last token is inside."""
+    monkeypatch.setenv("GRAPHRT_CHECK", "1")
+    table = torch.ones(2, 3, dtype=torch.int32, device=backend_device.device)
+    computed = torch.tensor([12, bad], dtype=torch.int32, device=backend_device.device)
+    with pytest.raises(ValueError, match=rf"num_computed_tokens, row 1: expected 0\.\.12, .* got {bad}"):
+        align_state_indices(table, computed, 4)
+    assert align_state_indices(table[:1], computed[:1], 4).tolist() == [1]
 
 
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16], ids=str)

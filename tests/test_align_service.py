@@ -9,7 +9,7 @@ from steps import Batch, Row, commit, core_verify, drain, verify
 from test_align import Decoded, align_step, begin, metadata
 from truth import Truth, check_step
 
-from graphrt import SCRATCH_ROW, BoundaryBlock, align_eager_mask, align_state_indices
+from graphrt import SCRATCH_ROW, BoundaryBlock, align_eager_mask, align_state_indices, reset_errors
 from graphrt.capture import CommitRunner, DecodeStep, StepInputs
 
 CPU = Target("torch", "cpu")
@@ -126,7 +126,8 @@ def test_columns_are_counted_in_state_blocks(backend_device):
     table.copy_(pool.int32([5, 6])[None])
     computed = pool.int32([65])
     assert align_state_indices(table, computed, 64).tolist() == [6]
-    assert align_state_indices(table, computed, 16).tolist() == [0]
+    assert align_state_indices(table, computed, 16).tolist() == [0] and pool.errors() == {"column": 1}
+    reset_errors(pool.device)
     request = begin(pool, 2, [5, 6], 65, 64)
     assert request.source(64) == 6
     align_step(pool, [request], [4], [3], 64)

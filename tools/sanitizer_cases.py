@@ -265,7 +265,7 @@ def step(device: torch.device, backend: str, block_size: int | None = None, **si
 
 def helpers(device: torch.device) -> None:
     """The two helpers of align mode."""
-    from graphrt import backends
+    from graphrt import backends, error_counter
 
     def int32(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32).to(device)
@@ -273,7 +273,8 @@ def helpers(device: torch.device) -> None:
     run, mask = backends.load("triton"), torch.zeros(3, dtype=torch.uint8, device=device)
     for requests in (None, int32(2, 0, 7)):
         run.align_eager_mask(int32(3, 16, 30), int32(0, 4, 4, 6), 16, requests, mask)
-    run.align_state_indices(int32(1, 2, 3, 4, 5, 6).view(3, 2), int32(3, 16, 40), 16, int32(0, 0, 0))
+    table, errors = int32(1, 2, 3, 4, 5, 6).view(3, 2), error_counter(device)
+    run.align_state_indices(table, int32(3, 16, 40), 16, int32(0, 0, 0), errors)
 
 
 K128 = {"head_dim": 128, "dtype": HALF}
