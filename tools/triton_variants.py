@@ -168,7 +168,7 @@ def launches(head_dim: int, window: int, pool: torch.dtype, activations: torch.d
                 triton_backend.plan_commit(plan, commit, stack.geometry, errors)
             triton_backend.plan_flush(plan, index[:1], index, index, True, None, stack.geometry, errors)
             triton_backend.align_eager_mask(index, index, 16, None, torch.zeros(1, dtype=torch.uint8))
-            triton_backend.align_state_indices(index[:, None], index, 16, index)
+            triton_backend.align_state_indices(index[:, None], index, 16, index, errors)
             _launch_step_ends(triton_backend, window, errors)
     return found
 
