@@ -18,9 +18,9 @@ Traffic of a row and head: 128 KiB of state and n * (512 + 2K * size of the acti
 bounds it: at n = 4 the fold warps are busy for about a fifth of the 8200 cycles in which an SM's share of it moves
 128 KiB. Measured on an H200, 69 layers of 12 heads, n = 4: 1.07 times the time of the state's 128 KiB at the card's
 in-place rate from 64 requests on (of that 1.03 are the records), 35 to 38 µs for one request, the host's launch of the
-graph included. Alone under ncu (4 layers, 64 requests, cold) DRAM is at 75 % of its peak, L2 at 83 %, issue slots at 15.
-Multiprocessors do not have the same share of the memory: with the same number of items for each it was 1.12 times (1850
-µs instead of 1765 at 64 requests). Slower, too, in one run each:
+graph included. Alone under ncu (4 layers, 64 requests, cold) DRAM is at 75 % of its peak, L2 at 83 %, issue slots at
+15 %. Multiprocessors do not have the same share of the memory: with the same number of items for each it was 1.12 times
+(1850 µs instead of 1765 at 64 requests). Slower, too, in one run each:
 - half states as items, for shorter rounds at few requests (42 µs for one request instead of 38);
 - `evict_first` on the loads (1935 µs at 64 requests instead of 1850), on the stores (1871), on both (1943), and with
   tickets on both (1853 instead of 1765).
