@@ -174,7 +174,8 @@ def _load(path: Path, file: Any, context: KDARecoverSSMCommitContext, ledger: Re
             _refuse(path, name, theirs.get(name), here)
     fingerprint = weights_fingerprint(context, weights)
     if theirs_of_weights != fingerprint:
-        _refuse(path, "weights fingerprint", theirs_of_weights, fingerprint)
+        what = " (of weights=, A_log, dt_bias and the gate's bound: load it into the model that it was saved from)"
+        _refuse(path, "weights fingerprint", theirs_of_weights, fingerprint, what)
     strange = any(type(slot) is not int or not 0 <= slot < context.stack.geometry.num_slots for slot in slots)
     if strange or len(set(slots)) < len(slots):
         _refuse_damaged(path, f"slots {slots}")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .call_order import forget_row
-from .checks import INT32_MAX, check_count, check_kind, check_several, check_step_device, fail
+from .checks import INT32_MAX, check_count, check_kind, check_several, check_step_device, fail, plain_int
 from .fixed import Fixed
 from .launch import refuse_in_recording
 from .state import StateAccess, check_slot
@@ -115,7 +115,7 @@ class RecordSlots(Fixed):
             slots, rows = (torch.full((1,), i, dtype=torch.int32, device=device) for i in (slot, row))
             context.drain(slots, rows, self.pending)
         self._give_back(request_id)
-        self._preempted.add(request_id)
+        self._preempted.add(_kept(request_id))
 
     def release(self, request_id: Hashable) -> None:
         """Forget the request, preempted or not, and take its row back. What it had pending is dropped.
@@ -200,7 +200,7 @@ class RecordSlots(Fixed):
         if not self._free:
             raise RuntimeError(f"no record row is free: all {len(self._rows)} are owned; release a request first")
         row = self._free.pop()
-        self._rows[request_id] = row
+        self._rows[_kept(request_id)] = row
         self._change_owner(row)
         return row
 
@@ -259,6 +259,12 @@ def _checked_contents(contents: Any, num_rows: int) -> tuple[dict[Hashable, int]
     if not fits or [g % 2 for g in saved] != parity:
         fail("contents", f"{num_rows} generations of 31 bits, odd for a row that is owned", saved)
     return owned, waiting, free, saved
+
+
+def _kept(request_id: Hashable) -> Hashable:
+    """The id that a ledger keeps: NumPy's ints are equal to Python's, but no file can hold them."""
+    number = plain_int(request_id)
+    return request_id if number is None else number
 
 
 def _check_id(request_id: object) -> None:

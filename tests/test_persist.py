@@ -7,6 +7,7 @@ import re
 import stat
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rig import Pool, Snapshot, Target, same_bytes
@@ -356,6 +357,20 @@ def test_a_bound_that_is_a_whole_number_has_one_fingerprint():
     pool = Pool(CPU, CPU.shape(layers=1, heads=1, lower_bound=-5.0))
     whole = Pool(CPU, CPU.shape(layers=1, heads=1, lower_bound=-5), params=pool.params)
     assert weights_fingerprint(whole.context) == weights_fingerprint(pool.context)
+
+
+def test_ids_that_are_numpys_ints_go_into_a_file(tmp_path):
+    """Owned and preempted ones; they are the same requests as Python's ints."""
+    pool = Pool(CPU, CPU.shape(layers=1))
+    ledger = RecordSlots(pool.context.stack.geometry.num_rows, "cpu")
+    for name in (7, 8):
+        ledger.admit(np.int64(name))
+    ledger.preempt(np.int32(8))
+    save_state(tmp_path / "run.safetensors", pool.context, ledger)
+    other, loaded = empty(pool)
+    load_state(tmp_path / "run.safetensors", other.context, loaded)
+    assert loaded.row(7) == ledger.row(np.int64(7)) and loaded.num_preempted == 1
+    assert loaded.resume(8) == ledger.resume(8)
 
 
 @pytest.mark.parametrize("bound", [-4.0, None])

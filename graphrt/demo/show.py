@@ -55,7 +55,7 @@ def _acceptance(report: DemoReport) -> RenderableType:
     return Group(
         table,
         f"mean {report.mean_accepted:.2f} accepted drafts a window; {generated} tokens in {report.num_steps} steps, "
-        f"one token a step needs {report.num_one_token_steps}\n",
+        f"one token of every row a step needs {report.num_one_token_steps}\n",
     )
 
 
