@@ -9,7 +9,7 @@ from torch import Tensor
 from ..errors import ErrorKind
 from ..steps import Advance, Staged, StageSources, StepBegin
 from .reference import add_errors
-from .reference_plan import align_state_indices, near_boundary
+from .reference_plan import near_boundary, state_blocks
 
 
 def stage(
@@ -100,9 +100,9 @@ def advance(a: Advance, errors: Tensor) -> None:
     computed = rows.num_computed_tokens.long() + accepted
     keep = live if a.finished is None else live & (a.finished == 0)
 
-    slot = rows.state_indices.clone()
+    slot = rows.state_indices
     if a.mamba_block_size is not None:
-        align_state_indices(rows.block_table, computed, a.mamba_block_size, slot, torch.zeros_like(errors))
+        slot = state_blocks(rows.block_table, computed, a.mamba_block_size)
         missing = keep & ((slot <= 0) | (slot >= a.num_slots))
         add_errors(errors, ErrorKind.COLUMN, missing)
         keep = keep & ~missing
