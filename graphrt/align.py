@@ -66,8 +66,8 @@ def align_state_indices(
 
     Args:
         block_table: [requests, width] int32. num_computed_tokens: [requests] int32. mamba_block_size: tokens a block.
-        out: [requests] int32, else made. Null where the column is past the table, which is counted, as is a negative
-            number of tokens.
+        out: [requests] int32, else made. Null where the column is past the table. That is counted, and so is a
+            negative number of tokens, which is taken as none.
 
     Returns:
         out.

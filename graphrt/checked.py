@@ -50,7 +50,7 @@ def written_states(rows: Rows, checkpoint: Tensor) -> None:
 def state_columns(num_computed_tokens: Tensor, block_size: int, width: int) -> None:
     """Raise ValueError for the first request whose state lies in no column of a block table."""
     for b, computed in enumerate(read(num_computed_tokens)):
-        if not 0 <= computed <= width * block_size:
+        if computed < 0 or max(computed - 1, 0) // block_size >= width:
             _fail("num_computed_tokens", b, f"0..{width * block_size}, the tokens of {width} columns", computed)
 
 

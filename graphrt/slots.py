@@ -264,7 +264,7 @@ def _checked_contents(contents: Any, num_rows: int) -> tuple[dict[Hashable, int]
 def _kept(request_id: Hashable) -> Hashable:
     """The id that a ledger keeps: NumPy's ints are equal to Python's, but no file can hold them."""
     number = plain_int(request_id)
-    return request_id if number is None else number
+    return number if number is not None and number == request_id else request_id
 
 
 def _check_id(request_id: object) -> None:

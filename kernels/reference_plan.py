@@ -144,16 +144,19 @@ def align_state_indices(
     block_table: Tensor, num_computed_tokens: Tensor, block_size: int, out: Tensor, errors: Tensor
 ) -> None:
     """Write the block that holds each request's state."""
-    outside = (num_computed_tokens < 0) | (num_computed_tokens.long() > block_table.shape[1] * block_size)
-    add_errors(errors, ErrorKind.COLUMN, outside)
+    past = _state_column(num_computed_tokens, block_size) >= block_table.shape[1]
+    add_errors(errors, ErrorKind.COLUMN, past | (num_computed_tokens < 0))
     out.copy_(state_blocks(block_table, num_computed_tokens, block_size))
 
 
 def state_blocks(block_table: Tensor, num_computed_tokens: Tensor, block_size: int) -> Tensor:
     """The block that holds each request's state, null past the end of the table; nothing is counted."""
-    column = (num_computed_tokens.long() - 1).clamp(min=0) // block_size
-    width = block_table.shape[1]
+    column, width = _state_column(num_computed_tokens, block_size), block_table.shape[1]
     if width == 0:
         return torch.zeros_like(num_computed_tokens)
     block = block_table.gather(1, column.clamp(max=width - 1)[:, None])[:, 0]
     return torch.where(column < width, block, 0)
+
+
+def _state_column(num_computed_tokens: Tensor, block_size: int) -> Tensor:
+    return (num_computed_tokens.long() - 1).clamp(min=0) // block_size

@@ -349,6 +349,10 @@ def test_a_source_outside_the_table_is_counted(backend_device):
     reset_errors(device)
     assert align_state_indices(table[:2], computed[:2], 4).tolist() == [1, 6]
     assert not error_report(device, wait=True)
+    assert align_state_indices(table[:1, :0], computed[:1], 4).tolist() == [0]
+    (entry,) = error_report(device, wait=True).entries
+    assert (entry.kind, entry.count, entry.first_row) == ("column", 1, 0)
+    reset_errors(device)
     assert align_state_indices(table, computed, 4).tolist() == [1, 6, 0, 10]
     (entry,) = error_report(device, wait=True).entries
     assert (entry.kind, entry.count, entry.first_row) == ("column", 2, 2)
@@ -364,6 +368,8 @@ def test_checked_mode_names_a_source_outside_the_table(backend_device, monkeypat
     with pytest.raises(ValueError, match=rf"num_computed_tokens, row 1: expected 0\.\.12, .* got {bad}"):
         align_state_indices(table, computed, 4)
     assert align_state_indices(table[:1], computed[:1], 4).tolist() == [1]
+    with pytest.raises(ValueError, match="num_computed_tokens, row 0: expected"):
+        align_state_indices(table[:1, :0], computed[:1] * 0, 4)
 
 
 @pytest.mark.parametrize("pool_dtype", [torch.float32, torch.bfloat16], ids=str)

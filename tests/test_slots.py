@@ -210,3 +210,18 @@ def test_a_ledger_is_on_a_device_that_steps_run_on(device):
         RecordSlots(2, device)
     with pytest.raises(ValueError, match=r"^device: expected .*cpu.*, got"):
         error_counts(device)
+
+
+def test_an_id_that_has_an_index_and_is_no_int_stays_itself():
+    """Two of one index are two requests, and each is found again."""
+
+    class Id:
+        def __index__(self):
+            return 5
+
+    ledger, first, second = RecordSlots(4, "cpu"), Id(), Id()
+    rows = [ledger.admit(first), ledger.admit(second), ledger.admit(5)]
+    assert rows == [ledger.row(first), ledger.row(second), ledger.row(5)] == [0, 1, 2]
+    ledger.preempt(first)
+    ledger.release(first)
+    assert len(ledger) == 2 and ledger.num_free == 2
